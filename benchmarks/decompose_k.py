@@ -1,0 +1,597 @@
+"""Decompose-K against eager, stock torch.compile and the decomposition written in user code.
+
+One command, ``python -m benchmarks.decompose_k``, measures every column of a shape in one process:
+each candidate is compiled afresh, checked against fp64 in a CUDA graph with poisoned outputs, then
+timed by graph replay with cold L2, all candidates in turn, as independent calls and as a dependent
+chain (net of its producer). It writes CSV, JSON and a plot and prints a summary. Times are us.
+
+Columns
+  eager          the function as written
+  compile        stock torch.compile, default mode (the plugin's lowering disabled)
+  max_autotune   stock torch.compile, max-autotune-no-cudagraphs
+  decomposition  bmm over S parts + sum(0) + epilogue in user code, stock compile, best correct S
+  ours           torch.compile, default mode, with the plugin
+  unfused        the plugin's product, then the epilogue as a compiled function of its own
+  ours_max       max-autotune-no-cudagraphs with the plugin (only when named in --columns)
+  floor          the larger of bytes over copy bandwidth and flops over matmul rate
+
+Suites: relu_bf16, bf16, fp16, fp32 (precision "highest"): A[M,K] @ B[K,N], both row-major.
+router: sigmoid(x @ w.T) + bias, bf16, w in nn.Linear layout [N,K]. mhc: (x @ w.T).float() with bf16
+x and w [24,K]: eager rounds the product to bf16 before the cast, so the 16-bit error rule applies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+
+LOWERING = "decompose_k"
+COLUMNS = ("eager", "compile", "max_autotune", "decomposition", "ours", "unfused", "ours_max")
+STOCK = ("eager", "compile", "max_autotune")
+PLUGIN = ("ours", "unfused", "ours_max")
+MAX_AUTOTUNE = ("max_autotune", "ours_max")
+HOST_TIMED = ("eager", "compile", "ours")
+SPLITS = (8, 16, 32, 64, 128)
+DRAWS = 4  # input sets of different values that every candidate is checked on
+REPEATS = 20
+QUICK_CASES, QUICK_REPEATS = 3, 10
+COMPILE_REPEATS = 5
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape of a suite. ``layout`` is the weight's: "kn" row-major [K,N], "nk" nn.Linear's."""
+
+    suite: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    layout: str
+    epilogue: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def bytes(self) -> int:
+        """Each input read once, the output written once."""
+        size = 4 if self.dtype == "float32" else 2
+        bias = self.n if self.epilogue == "sigmoid_bias" else 0
+        out = 4 if self.epilogue == "float" else size
+        return size * (self.m * self.k + self.k * self.n + bias) + out * self.m * self.n
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+def _square(suite: str, dtype: str, epilogue: str) -> tuple[Case, ...]:
+    depths = (8192, 12288, 16384, 20480, 24576, 28672, 32768)
+    return tuple(
+        Case(suite, mn, mn, k, dtype, "kn", epilogue) for mn in (16, 32, 48, 64) for k in depths
+    )
+
+
+SUITES: dict[str, tuple[Case, ...]] = {
+    "relu_bf16": _square("relu_bf16", "bfloat16", "relu"),
+    "bf16": _square("bf16", "bfloat16", "none"),
+    "fp16": _square("fp16", "float16", "none"),
+    "fp32": _square("fp32", "float32", "none"),
+    "router": tuple(
+        Case("router", t, 256, 7168, "bfloat16", "nk", "sigmoid_bias")
+        for t in (1, 8, 16, 64, 256, 768)
+    ),
+    "mhc": tuple(
+        Case("mhc", t, 24, 28672, "bfloat16", "nk", "float") for t in (1, 64, 256, 1024, 4096)
+    ),
+}
+
+EPILOGUES: dict[str, Callable[..., Any]] = {
+    "none": lambda y: y,
+    "relu": lambda y: y.relu(),
+    "sigmoid_bias": lambda y, bias: y.sigmoid() + bias,
+    "float": lambda y: y.float(),
+}
+
+
+def ordered(suites: Sequence[str], quick: bool, shard: tuple[int, int]) -> list[Case]:
+    """The cases of a run in an order of which any beginning is representative."""
+    groups = [common.representative(SUITES[s]) for s in suites]
+    cases = common.round_robin(g[:QUICK_CASES] if quick else g for g in groups)
+    return cases[shard[0] - 1 :: shard[1]]
+
+
+def draw(case: Case) -> tuple[Any, ...]:
+    """Fresh random inputs on the card, scaled so that the product is about N(0, 1)."""
+    import torch
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    dtype = getattr(torch, case.dtype)
+    a = (normal(case.m, case.k) * case.k**-0.5).to(dtype)
+    w = normal(*((case.n, case.k) if case.layout == "nk" else (case.k, case.n))).to(dtype)
+    extra = (normal(case.n).to(dtype),) if case.epilogue == "sigmoid_bias" else ()
+    return (a, w, *extra)
+
+
+def site(case: Case) -> Callable[..., Any]:
+    """What a user writes."""
+    epilogue, transposed = EPILOGUES[case.epilogue], case.layout == "nk"
+
+    def site(a: Any, w: Any, *extra: Any) -> Any:
+        return epilogue(a @ (w.t() if transposed else w), *extra)
+
+    return site
+
+
+def decomposition(case: Case, splits: int) -> Callable[..., Any]:
+    """The same in user code as a sum over ``splits`` partial products kept in fp32."""
+    import torch
+
+    epilogue, transposed, part = EPILOGUES[case.epilogue], case.layout == "nk", case.k // splits
+    # out_dtype is for 16-bit operands only.
+    wide = {} if case.dtype == "float32" else {"out_dtype": torch.float32}
+
+    def decomposition(a: Any, w: Any, *extra: Any) -> Any:
+        b = w.t() if transposed else w
+        parts_a = a.view(a.shape[0], splits, part).transpose(0, 1)
+        partials = torch.bmm(parts_a, b.view(splits, part, b.shape[1]), **wide)
+        return epilogue(partials.sum(0).to(a.dtype), *extra)
+
+    return decomposition
+
+
+def reference(case: Case, inputs: Sequence[Any]) -> Any:
+    """The result in fp64, not rounded on the way."""
+    exact = dataclasses.replace(case, epilogue="none") if case.epilogue == "float" else case
+    return site(exact)(*(t.double() for t in inputs))
+
+
+# --- candidates -----------------------------------------------------------------------------------
+
+
+def variants(case: Case, columns: Sequence[str]) -> list[str]:
+    """The candidates of a case; "decomposition/32" is the decomposition with 32 parts."""
+    out: list[str] = []
+    for column in columns:
+        if column == "decomposition":
+            out += [f"{column}/{s}" for s in SPLITS if case.k % s == 0]
+        elif column != "unfused" or case.epilogue != "none":
+            out.append(column)
+    return out
+
+
+def build(case: Case, variant: str, inputs: Sequence[Any]) -> tuple[Callable[..., Any], str]:
+    """Compile one candidate and run it once; also what the plugin chose, where it decided."""
+    import inductor_ext
+    import torch
+    from inductor_ext import report
+
+    column, _, splits = variant.partition("/")
+    if column == "eager":
+        return site(case), ""
+
+    def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+        mode = "max-autotune-no-cudagraphs" if column in MAX_AUTOTUNE else "default"
+        own = common.own_code(fn, variant.replace("/", "_"))
+        return torch.compile(own, mode=mode, dynamic=False)
+
+    if column == "unfused":
+        product = compiled(site(dataclasses.replace(case, epilogue="none")))
+        epilogue = compiled(EPILOGUES[case.epilogue])
+
+        def call(a: Any, w: Any, *extra: Any) -> Any:
+            return epilogue(product(a, w), *extra)
+
+    elif column == "decomposition":
+        call = compiled(decomposition(case, int(splits)))
+    else:
+        call = compiled(site(case))
+    switch = inductor_ext.enable if column in PLUGIN else inductor_ext.disable
+    with switch(LOWERING), report.collect() as decisions:
+        call(*inputs)
+        torch.cuda.synchronize()
+    return call, "; ".join(d.chosen if d.fired else f"stock: {d.reason}" for d in decisions)
+
+
+def _settings() -> None:
+    import torch
+
+    torch.set_grad_enabled(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+def _prewarm_one(case: Case, variant: str) -> str:
+    import torch
+    import torch._inductor.config as inductor_config
+
+    _settings()
+    # Workers share the card: what they time is noise and must not be remembered.
+    inductor_config.autotune_local_cache = False
+    torch._dynamo.reset()
+    return build(case, variant, draw(case))[1]
+
+
+def prewarm(
+    cases: Sequence[Case], columns: Sequence[str], workers: int, timeout: float | None
+) -> dict[tuple[Case, str], str]:
+    """Fill the compile caches from ``workers`` processes; returns the plugin's choices seen there.
+
+    Leaves out what autotunes by benchmarking, since it would do so on a busy machine.
+    """
+    from tqdm import tqdm
+
+    quiet = [c for c in columns if c not in (*MAX_AUTOTUNE, "eager")]
+    tasks = [(case, v) for case in cases for v in variants(case, quiet)]
+    threads = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the workers are the parallelism
+    choices: dict[tuple[Case, str], str] = {}
+    failed = 0
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn")
+    )
+    try:
+        futures = {pool.submit(_prewarm_one, *task): task for task in tasks}
+        done = concurrent.futures.as_completed(futures, timeout=timeout)
+        for future in tqdm(done, "prewarm", len(tasks), mininterval=5):
+            if future.exception() is None:
+                choices[futures[future]] = future.result()
+            else:
+                failed += 1  # the run itself meets the same error and reports it
+    except concurrent.futures.TimeoutError:
+        print("prewarm: half of the budget is used, going on with what is cached", file=sys.stderr)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if threads is None:
+            del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+        else:
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = threads
+    if failed:
+        print(f"prewarm: {failed} of {len(tasks)} compiles failed", file=sys.stderr)
+    return choices
+
+
+# --- measurement ----------------------------------------------------------------------------------
+
+
+def verify(case: Case, column: str, call: Callable[..., Any], draws: Any) -> tuple[str, float]:
+    """("ok" or what is wrong, largest error over the allowed one), from poisoned graph replays."""
+    import torch
+
+    from inductor_ext import measure
+
+    inputs, references, baselines = draws
+    dtype = getattr(torch, case.dtype)
+    note, worst = "ok", 0.0
+    for chained in (False, True):
+        where = "in a chain: " if chained else ""
+        outputs = measure.graph_outputs(call, inputs, chained=chained)
+        again = measure.graph_outputs(call, inputs, chained=chained)
+        for out, twin, ref, base in zip(outputs, again, references, baselines, strict=True):
+            verdict = measure.check(out, ref, base, rounding=dtype)
+            if not verdict.ok:
+                return where + verdict.reason, verdict.error / verdict.allowed
+            worst = max(worst, verdict.error / verdict.allowed if verdict.allowed else 0.0)
+            if not torch.equal(out, twin):
+                # The plugin promises the same bits every run; cuBLAS is only noted.
+                note = ("" if column in PLUGIN else "ok, but ") + where + "runs differ in bits"
+        if not note.startswith("ok"):
+            break
+    return note, worst
+
+
+def fields(columns: Sequence[str]) -> list[str]:
+    """The CSV header for these columns."""
+    names = ["suite", "case", "m", "n", "k", "dtype", "layout", "epilogue", "bytes", "flops"]
+    names += ["floor_us", "floor_bound", "ours_choice", "ours_fraction_of_floor", "failure"]
+    for c in columns:
+        names += [f"{c}_{x}" for x in ("us", "spread_us", "chain_us", "chain_spread_us")]
+        names += [f"{c}_check", f"{c}_error_of_allowed"]
+        names += [f"{c}_host_us"] if c in HOST_TIMED else []
+    if "decomposition" in columns:
+        names += ["decomposition_split", "decomposition_chain_split"]
+    if "ours" in columns:
+        names += [f"ours_{kind}vs_{c}" for kind in ("", "chain_") for c in rivals(columns)]
+    return names
+
+
+def rivals(columns: Sequence[str]) -> list[str]:
+    """What "ours" is set against; "best_stock" is the fastest correct of eager and stock compile."""
+    return [*(c for c in columns if c != "ours"), "best_stock"]
+
+
+def time_of(row: Mapping[str, Any], column: str, kind: str) -> tuple[float, float]:
+    """(us, spread) of a column, NaN where it is wrong or missing; kind is "" or "chain_"."""
+    if column == "best_stock":
+        return min((time_of(row, c, kind) for c in STOCK), key=lambda t: (t[0] != t[0], t[0]))
+    if not str(row.get(f"{column}_check", "")).startswith("ok"):
+        return float("nan"), float("nan")
+    return tuple(common.number(row.get(f"{column}_{kind}{x}")) for x in ("us", "spread_us"))
+
+
+def measure_case(
+    case: Case, columns: Sequence[str], repeats: int, choices: Mapping[tuple[Case, str], str]
+) -> dict[str, Any]:
+    """All columns of one shape, as a CSV row."""
+    import torch
+
+    from inductor_ext import measure
+
+    torch._dynamo.reset()
+    ceilings = measure.ceilings()
+    moved = ceilings.copy_floor_us(case.bytes)
+    computed = ceilings.flop_floor_us(case.flops, getattr(torch, case.dtype))
+    row: dict[str, Any] = {f.name: getattr(case, f.name) for f in dataclasses.fields(case)}
+    row |= {"case": case.name, "bytes": case.bytes, "flops": case.flops}
+    row |= {"floor_us": max(moved, computed)}
+    row |= {"floor_bound": "bytes" if moved >= computed else "flops"}
+
+    inputs = [draw(case) for _ in range(DRAWS)]
+    draws = inputs, [reference(case, i) for i in inputs], [site(case)(*i) for i in inputs]
+    calls: dict[str, Callable[..., Any]] = {}
+    checks: dict[str, tuple[str, float]] = {}
+    for variant in variants(case, columns):
+        try:
+            calls[variant], choice = build(case, variant, inputs[0])
+            if variant == "ours":
+                row["ours_choice"] = choice or choices.get((case, variant), "from the cache")
+        except Exception as error:
+            checks[variant] = measure.one_line(error), float("nan")
+    results: dict[str, dict[str, Any]] = {}
+    # A recompile here would run under the wrong switch: it must fail, not pass unseen.
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for variant, call in list(calls.items()):
+            try:
+                checks[variant] = verify(case, variant.partition("/")[0], call, draws)
+            except Exception as error:
+                checks[variant] = measure.one_line(error), float("nan")
+                del calls[variant]
+        del draws
+        for kind in ("", "chain_"):
+            results[kind] = measure.compare(calls, inputs[0], repeats=repeats, chained=bool(kind))
+        for column in set(HOST_TIMED) & set(calls):
+            row[f"{column}_host_us"] = measure.host_overhead(calls[column], *inputs[0])
+
+    for column in columns:
+        mine = [v for v in checks if v.partition("/")[0] == column]
+        for kind, timings in results.items():
+            timed = {v: t for v in mine if isinstance(t := timings.get(v), measure.Timing)}
+            right = {v: t for v, t in timed.items() if checks[v][0].startswith("ok")} or timed
+            if right:
+                best = min(right, key=lambda v: right[v].us)
+                row[f"{column}_{kind}us"] = right[best].us
+                row[f"{column}_{kind}spread_us"] = right[best].spread_us
+                if column == "decomposition":
+                    row[f"decomposition_{kind}split"] = int(best.partition("/")[2])
+        if mine:
+            verdict = min((checks[v] for v in mine), key=lambda c: not c[0].startswith("ok"))
+            row[f"{column}_check"], row[f"{column}_error_of_allowed"] = verdict
+    if "ours" in columns:
+        ours = {kind: time_of(row, "ours", kind)[0] for kind in results}
+        row["ours_fraction_of_floor"] = row["floor_us"] / ours[""]
+        for rival in rivals(columns):
+            for kind in results:
+                row[f"ours_{kind}vs_{rival}"] = time_of(row, rival, kind)[0] / ours[kind]
+    return row
+
+
+def compile_times() -> list[dict[str, Any]]:
+    """First-call wall clock in s, stock against ours in default mode, every cache fresh."""
+    import torch
+    from torch._inductor.utils import fresh_cache
+
+    rows = []
+    for case in (SUITES["relu_bf16"][-1], SUITES["router"][3]):
+        inputs = draw(case)
+        seconds: dict[str, list[float]] = {"compile": [], "ours": []}
+        for i in range(COMPILE_REPEATS + 1):
+            for variant, times in seconds.items():
+                torch._dynamo.reset()
+                with fresh_cache():
+                    start = time.perf_counter()
+                    build(case, variant, inputs)
+                    if i:  # the first round starts the compile workers and fills imports
+                        times.append(time.perf_counter() - start)
+        stock, ours = (statistics.median(t) for t in seconds.values())
+        rows.append(
+            {"suite": case.suite, "case": case.name, "stock_s": stock, "ours_s": ours}
+            | {"ours_of_stock": ours / stock, "repeats": COMPILE_REPEATS}
+        )
+    return rows
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    for suite, cases in SUITES.items():
+        order = {c.name: i for i, c in enumerate(cases)}
+        group = [r for r in rows if r["suite"] == suite]
+        if group:
+            yield suite, sorted(group, key=lambda r: order[r["case"]])
+
+
+def summary(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print geometric means of the speed-ups and the wins, and name what lost or is wrong."""
+    versus = rivals(columns)
+    table, notes = [], []
+    for suite, group in _groups(rows):
+        for kind, label in (("", "independent"), ("chain_", "chain")):
+            cells: list[Any] = [suite, label, len(group)]
+            pairs = {
+                v: [(time_of(r, "ours", kind), time_of(r, v, kind), r) for r in group]
+                for v in versus
+            }
+            for v in versus:
+                ratios = [b[0] / o[0] for o, b, _ in pairs[v] if b[0] / o[0] > 0]
+                cells.append(common.geometric_mean(ratios))
+            for v in ("best_stock", "decomposition"):
+                wins = sum(o[0] < b[0] for o, b, _ in pairs.get(v, ()))
+                cells.append(f"{wins}/{len(pairs.get(v, ()))}")
+            table.append(cells)
+            notes += [
+                f"slower than stock by more than the spread: {suite} {r['case']} {label}: "
+                f"{o[0]:.2f} against {b[0]:.2f} us"
+                for o, b, r in pairs["best_stock"]
+                if o[0] - b[0] > o[1] + b[1]
+            ]
+        notes += [
+            f"not counted: {suite} {r['case']} {c}: {r[f'{c}_check']}"
+            for r in group
+            for c in columns
+            if r.get(f"{c}_check") and not str(r[f"{c}_check"]).startswith("ok")
+        ]
+        notes += [f"failed: {suite} {r['case']}: {r['failure']}" for r in group if r.get("failure")]
+    print("\n".join(notes))
+    heads = [f"vs {v}" for v in versus] + ["wins stock", "wins decomp."]
+    title = "ours: geometric mean of the speed-up over each column, and wins"
+    common.print_table(title, ["suite", "calls", "cases", *heads], table)
+
+
+def plot(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str], title: str) -> None:
+    """Two panels per suite, independent calls and chain: us of every column per shape."""
+    panels = []
+    for suite, group in _groups(rows):
+        for kind, label in (("", "independent calls"), ("chain_", "dependent chain")):
+            lines = {c: [time_of(r, c, kind)[0] for r in group] for c in columns}
+            lines["floor"] = [common.number(r["floor_us"]) for r in group]
+            panels.append((f"{suite}, {label}", [r["case"] for r in group], lines))
+    try:
+        common.plot_panels(path, title, panels, columns=2)
+    except ImportError as error:
+        print(f"no plot: {error}", file=sys.stderr)
+
+
+def _title(meta: Mapping[str, Any]) -> str:
+    return f"Decompose-K on {meta['card']}, torch {meta['torch']}, triton {meta['triton']}"
+
+
+def merge(paths: Sequence[Path], out: Path) -> None:
+    """Put the CSV files of several runs together, with their JSON, plot and summary; needs no card."""
+    rows = [row for path in paths for row in common.read_csv(path)]
+    runs = [json.loads(path.with_suffix(".json").read_text()) for path in paths]
+    columns = [c for c in COLUMNS if any(r.get(f"{c}_check") for r in rows)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = common.CsvFile(out / "decompose_k.csv", names)
+    for _, group in _groups(rows):
+        for row in group:
+            table.write(row)
+    table.close()
+    common.write_json(out / "decompose_k.json", runs)
+    plot(out / "decompose_k.png", rows, columns, _title(runs[0]))
+    summary(rows, columns)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    i, _, n = text.partition("/")
+    if not (i.isdigit() and n.isdigit() and 1 <= int(i) <= int(n)):
+        raise argparse.ArgumentTypeError(f"a shard is i/n with 1 <= i <= n, and {text!r} came")
+    return int(i), int(n)
+
+
+def _columns(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [n for n in names if n not in COLUMNS]:
+        raise argparse.ArgumentTypeError(f"columns are {', '.join(COLUMNS)}, and {unknown} came")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "benchmarks.decompose_k",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--suite", choices=[*SUITES, "all"], default="all")
+    add("--columns", type=_columns, default=list(COLUMNS[:-1]), help="comma-separated")
+    add("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
+    add("--quick", action="store_true", help=f"{QUICK_CASES} shapes a suite, fewer repeats")
+    add("--shard", type=_shard, default=(1, 1), metavar="I/N", help="every Nth shape from the Ith")
+    add("--budget-seconds", type=float, help="stop between shapes before this is used up")
+    add("--prewarm", type=int, default=0, metavar="N", help="compile ahead in N processes")
+    add("--compile-time", action="store_true", help="measure compile time instead, on two shapes")
+    add("--merge", nargs="+", type=Path, metavar="CSV", help="join the files of earlier runs")
+    add("--list", action="store_true", help="print the cases in their order and stop")
+    return parser
+
+
+def main() -> None:
+    """The command line."""
+    args = _parser().parse_args()
+    budget = common.Budget(args.budget_seconds)
+    suites = list(SUITES) if args.suite == "all" else [args.suite]
+    cases = ordered(suites, args.quick, args.shard)
+    if args.list:
+        for case in cases:
+            print(case.suite, case.name, case.dtype, case.layout, case.epilogue)
+        return
+    if args.merge:
+        merge(args.merge, args.out)
+        return
+
+    import torch
+    from tqdm import tqdm
+
+    from inductor_ext import measure
+
+    try:
+        measure.require_cuda()
+    except RuntimeError as error:
+        sys.exit(str(error))
+    _settings()
+    stem = "decompose_k" + ("" if args.suite == "all" else f"_{args.suite}")
+    stem += "" if args.shard == (1, 1) else f"_{args.shard[0]}of{args.shard[1]}"
+    meta = common.metadata("benchmarks.decompose_k") | {"seed": torch.seed()}
+    if args.compile_time:
+        rows = compile_times()
+        table = common.CsvFile(args.out / "decompose_k_compile_time.csv", list(rows[0]))
+        for row in rows:
+            table.write(row)
+        common.write_json(args.out / "decompose_k_compile_time.json", meta)
+        values = [list(r.values()) for r in rows]
+        common.print_table("First call, fresh caches", list(rows[0]), values)
+        return
+
+    choices: dict[tuple[Case, str], str] = {}
+    if args.prewarm:
+        half = None if budget.seconds is None else budget.seconds / 2
+        choices = prewarm(cases, args.columns, args.prewarm, half)
+    meta |= {"ceilings_per_us": dataclasses.asdict(measure.ceilings())}
+    table = common.CsvFile(args.out / f"{stem}.csv", fields(args.columns))
+    rows = []
+    repeats = QUICK_REPEATS if args.quick else REPEATS
+    for case in tqdm(budget.take(cases), "shapes", len(cases), mininterval=5):
+        try:
+            row = measure_case(case, args.columns, repeats, choices)
+        except Exception as error:
+            row = {"suite": case.suite, "case": case.name, "failure": measure.one_line(error)}
+        rows.append(row)
+        table.write(row)
+    table.close()
+    meta |= {"shapes_measured": len(rows), "shapes_asked": len(cases)}
+    common.write_json(args.out / f"{stem}.json", meta)
+    plot(args.out / f"{stem}.png", rows, args.columns, _title(meta))
+    summary(rows, args.columns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""From candidates to a choice at one site.
+
+Order: a candidate forced by name (tests, measuring), then the measurement in max-autotune modes, then
+the lowering's stated heuristic. The stock lowering is always a candidate, called ``stock``; choosing
+it means the lowering returns None and Inductor goes on as if the plugin were not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from . import compat, report
+
+STOCK = "stock"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to compute a site: ``emit()`` builds its IR."""
+
+    name: str
+    emit: Callable[[], Any]
+
+
+_forced: dict[str, str] = {}
+_forced_here = threading.local()
+_lock = threading.Lock()
+_never_measure = 0
+
+
+@contextlib.contextmanager
+def force(choices: Mapping[str, str]) -> Iterator[None]:
+    """Make lowerings pick the first candidate whose name matches a regular expression.
+
+    ``choices`` maps lowering names to patterns (``re.fullmatch``); process-wide while open. A site
+    with no matching candidate is left to stock and says so in the report.
+    """
+    with _lock:
+        before = dict(_forced)
+        _forced.update(choices)
+    try:
+        yield
+    finally:
+        with _lock:
+            _forced.clear()
+            _forced.update(before)
+
+
+@contextlib.contextmanager
+def _force_here(lowering: str, name: str) -> Iterator[None]:
+    """Force by exact name in this thread only, for the nested compiles of a measurement."""
+    before = getattr(_forced_here, "choices", {})
+    _forced_here.choices = {**before, lowering: re.escape(name)}
+    try:
+        yield
+    finally:
+        _forced_here.choices = before
+
+
+@contextlib.contextmanager
+def no_measuring() -> Iterator[None]:
+    """No candidate is timed while open: there is no card (virtual cards), or the caller forbids it."""
+    global _never_measure
+    with _lock:
+        _never_measure += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _never_measure -= 1
+
+
+def forced_salt() -> str:
+    """Forced choices change generated code, so they belong to the cache key."""
+    return repr(sorted(_forced.items()))
+
+
+def forced_choice(lowering: str) -> str | None:
+    """The pattern a lowering's choice is forced to, if any."""
+    return getattr(_forced_here, "choices", {}).get(lowering) or _forced.get(lowering)
+
+
+def leave(lowering: str, site: str, reason: str) -> None:
+    """Report that a site is left to stock; returns None, what a declining lowering returns."""
+    report.record(report.Decision(lowering, False, STOCK, reason, site))
+
+
+def choose(
+    lowering: str,
+    site: str,
+    candidates: Sequence[Candidate],
+    heuristic: Callable[[], tuple[str, str]],
+    *,
+    key: str = "",
+) -> Any:
+    """Emit the chosen candidate at the site being lowered; None when that is stock.
+
+    ``heuristic()`` returns (candidate name or "stock", reason). ``key`` identifies the problem for
+    remembered measurements (everything that decides: shapes, strides, dtypes, what follows).
+    """
+    by_name = {c.name: c for c in candidates}
+    times: tuple[report.CandidateTime, ...] = ()
+    pattern = forced_choice(lowering)
+    if pattern is not None:
+        source = "forced"
+        name = next((n for n in [STOCK, *by_name] if re.fullmatch(pattern, n)), STOCK)
+        reason = f"forced to {pattern}"
+        if name == STOCK and not re.fullmatch(pattern, STOCK):
+            reason += f", which matches none of {', '.join(by_name)}"
+    elif compat.wants_measurement() and not _never_measure and compat.on_real_card():
+        source = "measured"
+        name, reason, times = _measure(lowering, list(by_name), key)
+    else:
+        source = "heuristic"
+        name, reason = heuristic()
+        times = tuple(report.CandidateTime(n, note="not timed") for n in [STOCK, *by_name])
+    report.record(
+        report.Decision(lowering, name != STOCK, name, reason, site, source, times if times else ())
+    )
+    return None if name == STOCK else by_name[name].emit()
+
+
+_measured: dict[str, tuple[str, str, tuple[report.CandidateTime, ...]]] = {}
+
+
+def _measure(
+    lowering: str, names: list[str], key: str
+) -> tuple[str, str, tuple[report.CandidateTime, ...]]:
+    """Time every candidate with the pointwise region that follows, by graph replay, cold L2."""
+    if key and key in _measured:
+        return _measured[key]
+    from . import region
+
+    found = region.extract(compat.current_node())
+    times: list[report.CandidateTime] = []
+
+    def build(name: str) -> Callable[..., Any]:
+        with _force_here(lowering, name), report.muted():
+            return found.compile()
+
+    results = found.compare({name: lambda name=name: build(name) for name in [STOCK, *names]})
+    for name, outcome in results.items():
+        times.append(report.CandidateTime(name, outcome.us, outcome.note))
+    timed = {t.name: t.us for t in times if t.us is not None}
+    if STOCK not in timed:
+        note = next(t.note for t in times if t.name == STOCK)
+        return STOCK, f"stock could not be timed here ({note})", tuple(times)
+    best = min(timed, key=lambda n: timed[n])
+    # A tie within the noise goes to stock: a rewrite must earn its place.
+    if timed[best] > 0.97 * timed[STOCK]:
+        best = STOCK
+    reason = f"fastest of {len(timed)} timed with the {found.nodes} fused operations that follow"
+    result = (best, reason, tuple(times))
+    if key:
+        _measured[key] = result
+    return result

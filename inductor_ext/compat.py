@@ -1,0 +1,502 @@
+"""The only module that touches private Inductor names (with ``compat_virtual`` for the test kit).
+
+Supported: torch 2.11 to 2.15. Each access is covered by ``tests/core/test_compat.py``, which fails
+with the name that moved. Nothing here decides anything; it translates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+SUPPORTED = "torch>=2.11,<2.16"
+
+
+def supported(version: str) -> bool:
+    """Whether a torch version string lies in the supported range."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return (2, 11) <= (major, minor) < (2, 16)
+
+
+# --- registries -----------------------------------------------------------------------------------
+
+
+def _lowering_table() -> dict[Any, Callable[..., Any]]:
+    from torch._inductor.lowering import lowerings
+
+    return lowerings
+
+
+def lowering_of(op: Any) -> Callable[..., Any] | None:
+    """The function Inductor lowers ``op`` with at present."""
+    return _lowering_table().get(op)
+
+
+def wrap_lowering(op: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+    """Put ``around(stock, *args, **kwargs)`` in place of the lowering of ``op``; returns it.
+
+    An operation without a lowering (a user's custom op) gets Inductor's fallback as its stock.
+    """
+    table = _lowering_table()
+    stock = table.get(op)
+    if stock is None:
+        stock = _fallback(op)
+
+    @functools.wraps(stock)
+    def lowering(*args: Any, **kwargs: Any) -> Any:
+        return around(stock, *args, **kwargs)
+
+    table[op] = lowering
+    return lowering
+
+
+def _fallback(op: Any) -> Callable[..., Any]:
+    from torch._inductor.lowering import fallback_handler
+
+    return fallback_handler(op, add_to_fallback_set=False)
+
+
+def append_graph_pass(stage: str, entry: Any) -> None:
+    """Append an object with ``apply(graph) -> int`` to the pattern passes of a stage.
+
+    These lists are module globals that Inductor runs in order, so no custom-pass slot is taken.
+    """
+    from torch._inductor.fx_passes import joint_graph, post_grad
+
+    lists = {"joint": joint_graph.pass_patterns, "post_grad": post_grad.pass_patterns}
+    if stage not in lists:
+        raise ValueError(f"expected a stage among {sorted(lists)}, got {stage!r}")
+    lists[stage].append(entry)
+
+
+_SALT_KEY = "inductor_ext"
+
+
+def install_salt(revision: Callable[[], str]) -> None:
+    """Hash ``revision()`` into the FX-graph and AOTAutograd cache keys.
+
+    Every entry of ``custom_backend_passes`` is hashed; the pass itself only runs for graphs on a
+    device of that name, and no device is called inductor_ext.
+    """
+    from torch._inductor.codegen.common import custom_backend_passes
+    from torch._inductor.custom_graph_pass import CustomGraphModulePass
+
+    class Salt(CustomGraphModulePass):
+        def __call__(self, gm: Any) -> None:
+            return None
+
+        def uuid(self) -> str:
+            return revision()
+
+    custom_backend_passes[_SALT_KEY] = Salt()
+
+
+def salt_installed() -> bool:
+    """Whether the revision is (still) part of the cache keys."""
+    from torch._inductor.codegen.common import custom_backend_passes
+
+    return _SALT_KEY in custom_backend_passes
+
+
+_SLOTS = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "_pre_fusion_custom_pass",
+    "_post_fusion_custom_pass",
+    "custom_partitioner_fn",
+    "inductor_choices_class",
+    "external_matmul",
+)
+
+
+def pass_slots() -> dict[str, Any]:
+    """Inductor's single-occupant slots and what sits in them. The plugin uses none."""
+    from torch._inductor import config
+
+    return {name: getattr(config, name, None) or None for name in _SLOTS}
+
+
+def cache_dir() -> str:
+    """Inductor's cache directory."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as directory
+
+    return directory()
+
+
+# --- the graph being lowered ----------------------------------------------------------------------
+
+
+def graph() -> Any:
+    """The GraphLowering in progress."""
+    from torch._inductor.virtualized import V
+
+    return V.graph
+
+
+def current_node() -> Any:
+    """The fx node being lowered; None when a lowering is called outside ``call_function``."""
+    return getattr(graph(), "current_node", None)
+
+
+def hint(expr: Any) -> int:
+    """A size as an int: its value, or the value seen when the graph was traced."""
+    if isinstance(expr, int):
+        return expr
+    expr = sympy.sympify(expr)
+    if expr.is_number:
+        return int(expr)
+    sizevars = graph().sizevars
+    get = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint
+    return int(get(expr))
+
+
+def is_static(expr: Any) -> bool:
+    """Whether a size is a number in this graph."""
+    return isinstance(expr, int) or sympy.sympify(expr).is_number
+
+
+def has_unbacked(exprs: Sequence[Any]) -> bool:
+    """Whether any size depends on data (no hint exists)."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return any(bool(free_unbacked_symbols(sympy.sympify(e))) for e in exprs)
+
+
+def upper_bound(expr: Any) -> int | None:
+    """The largest value a size can take (mark_dynamic(max=)); None when unbounded."""
+    if is_static(expr):
+        return int(expr)
+    from torch.utils._sympy.value_ranges import bound_sympy
+
+    shape_env = graph().sizevars.shape_env
+    upper = bound_sympy(sympy.sympify(expr), shape_env.var_to_range).upper
+    return int(upper) if upper.is_number and upper < 2**31 - 1 else None
+
+
+def statically_divisible(expr: Any, by: int) -> bool:
+    """Whether a size is a multiple of ``by`` for every value it can take."""
+    if is_static(expr):
+        return int(expr) % by == 0
+    return graph().sizevars.statically_known_multiple_of(expr, by)
+
+
+def wants_measurement() -> bool:
+    """Whether this compile runs in a max-autotune mode for matrix products."""
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_gemm) and not getattr(
+        config, "deterministic", False
+    )
+
+
+def ahead_of_time() -> bool:
+    """Whether the wrapper is C++ (AOTInductor or cpp_wrapper): a launch there has no attributes."""
+    return bool(graph().aot_mode or graph().cpp_wrapper)
+
+
+def float32_precision() -> str:
+    """"ieee" or "tf32": what torch's float32 matmul setting asks for on the card."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if precision in ("ieee", "tf32"):
+        return precision
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def on_real_card() -> bool:
+    """Whether kernels can run: a card is present (virtual ones are announced by no_measuring)."""
+    return torch.cuda.is_available()
+
+
+def without_caches() -> Any:
+    """A context in which nothing is read from or written to Inductor's caches."""
+    from torch._inductor import config
+
+    return config.patch(force_disable_caches=True)
+
+
+def exceeds_int32(*sizes: Any) -> bool:
+    """Whether a tensor of these sizes may need 64-bit offsets."""
+    numel = 1
+    for size in sizes:
+        bound = upper_bound(size)
+        if bound is None:
+            return True
+        numel *= bound
+    return numel >= 2**31
+
+
+def too_large_for_int32(x: Any) -> bool:
+    """Whether the offsets into a realized tensor may need 64 bits."""
+    span = 1
+    for size, stride in zip(x.get_size(), x.get_stride(), strict=True):
+        size_bound, stride_bound = upper_bound(size), upper_bound(stride)
+        if size_bound is None or stride_bound is None:
+            return True
+        span += max(size_bound - 1, 0) * abs(stride_bound)
+    return span >= 2**31
+
+
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of the card (virtual in the test kit)."""
+    return torch.cuda.get_device_capability(device)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Number of SMs of the card (virtual in the test kit)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_POINTWISE_EXTRA = {torch.ops.prims.convert_element_type.default}
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.expand.default,
+}
+
+
+def is_pointwise(node: Any) -> bool:
+    """Whether an fx node computes each output element from one element of each input."""
+    target = node.target
+    return node.op == "call_function" and (
+        target in _POINTWISE_EXTRA or torch.Tag.pointwise in getattr(target, "tags", ())
+    )
+
+
+def pointwise_region(node: Any, limit: int = 32) -> list[Any]:
+    """The nodes that Inductor can fuse behind ``node``: pointwise or views, reached from it."""
+    region = {node: None}
+    for later in _after(node):
+        if len(region) > limit:
+            break
+        if (is_pointwise(later) or later.target in _VIEWS) and any(
+            source in region for source in later.all_input_nodes
+        ):
+            region[later] = None
+    return list(region)
+
+
+def _after(node: Any) -> Any:
+    later = node.next
+    while later.op != "root":
+        yield later
+        later = later.next
+
+
+_ROW_REDUCTIONS = {
+    torch.ops.aten.amax.default,
+    torch.ops.aten.amin.default,
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.mean.dim,
+    torch.ops.aten.var_mean.correction,
+    torch.ops.aten._softmax.default,
+    torch.ops.prims.prepare_softmax_online.default
+    if hasattr(torch.ops.prims, "prepare_softmax_online")
+    else None,
+}
+
+
+def feeds_row_reduction(limit: int = 8192) -> bool:
+    """Whether the pointwise region behind the current node ends in a reduction over its last
+    dimension, of a length that one program can hold."""
+    node = current_node()
+    if node is None:
+        return False
+    value = node.meta.get("val")
+    if value is None or not isinstance(value.shape[-1], int) or value.shape[-1] > limit:
+        return False
+    region = set(pointwise_region(node))
+    return any(
+        user.op == "call_function" and user.target in _ROW_REDUCTIONS and _over_last(user)
+        for member in region
+        for user in member.users
+    )
+
+
+def _over_last(node: Any) -> bool:
+    source = node.all_input_nodes[0].meta.get("val")
+    if source is None or len(node.args) < 2:
+        return False
+    dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    return [d % source.dim() for d in dims if isinstance(d, int)] == [source.dim() - 1]
+
+
+def consumers_key() -> str:
+    """What follows the current node, as text: part of the key of a measurement."""
+    node = current_node()
+    if node is None:
+        return ""
+    parts = []
+    for member in pointwise_region(node):
+        value = member.meta.get("val")
+        parts.append(f"{member.target}:{getattr(value, 'dtype', '')}")
+    strides = [
+        f"{tuple(s.meta['val'].shape)}/{s.meta['val'].stride()}"
+        for s in node.all_input_nodes
+        if isinstance(s.meta.get("val"), torch.Tensor)
+    ]
+    return ";".join(strides + parts)
+
+
+# --- building IR ----------------------------------------------------------------------------------
+
+
+def realize(x: Any) -> Any:
+    """A tensor as a buffer in memory whose layout no longer changes; views stay views."""
+    from torch._inductor import ir
+
+    node = ir.ExternKernel.realize_input(x)
+    node.freeze_layout()
+    return node
+
+
+def contiguous(x: Any) -> Any:
+    """``x`` if its innermost stride is 1 in one of the last two dimensions, else a copy."""
+    from torch._inductor import ir
+
+    stride = x.get_stride()
+    if any(is_static(s) and int(s) == 1 for s in stride[-2:]):
+        return x
+    return realize(ir.ExternKernel.copy_input(x))
+
+
+def call(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Emit ``op`` through Inductor's lowering of it."""
+    return _lowering_table()[op](*args, **kwargs)
+
+
+def view(x: Any, size: Sequence[Any]) -> Any:
+    """A reshaped view of IR."""
+    return call(torch.ops.aten.view.default, x, list(size))
+
+
+def to_dtype(x: Any, dtype: torch.dtype) -> Any:
+    """A cast; nothing when the dtype is right already."""
+    from torch._inductor import lowering
+
+    return x if x.get_dtype() == dtype else lowering.to_dtype(x, dtype)
+
+
+def sum_unrolled(partials: Any, dtype: torch.dtype) -> Any:
+    """Sum over the first dimension as a pointwise node: a fixed pairwise tree of loads.
+
+    Unlike a reduction it fuses into whatever follows, row reductions included.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import ops
+
+    loader = partials.make_loader()
+    splits, *size = partials.get_size()
+
+    def inner(index: Any) -> Any:
+        terms = [loader([sympy.Integer(s), *index]) for s in range(int(splits))]
+        while len(terms) > 1:
+            pairs = [ops.add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
+            terms = pairs + terms[2 * len(pairs) :]
+        return ops.to_dtype(terms[0], dtype)
+
+    out = ir.Pointwise.create(
+        device=partials.get_device(), dtype=dtype, inner_fn=inner, ranges=list(size)
+    )
+    out.realize()
+    return out
+
+
+class Template:
+    """A Triton template whose epilogue Inductor fuses, launched with PDL where asked.
+
+    ``grid(*sizes, meta, cdiv)`` gets the output's sizes (ints or sympy). ``source`` is a template in
+    Inductor's dialect: ``def_kernel``, ``size``, ``stride``, ``store_output``.
+    """
+
+    def __init__(self, name: str, grid: Callable[..., Any], source: str) -> None:
+        self.name, self._grid, self._source = name, grid, source
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        from torch._inductor.select_algorithm import (
+            SymbolicGridFn,
+            TritonTemplate,
+            TritonTemplateKernel,
+        )
+
+        class Kernel(TritonTemplateKernel):
+            def jit_lines(self) -> Any:
+                if self.meta.get("PDL"):
+                    self.triton_meta = {**(self.triton_meta or {}), "launch_pdl": True}
+                return super().jit_lines()
+
+        class PdlTemplate(TritonTemplate):
+            kernel_type = Kernel
+
+        return PdlTemplate(self.name, SymbolicGridFn(self._grid), self._source)
+
+    def emit(
+        self,
+        inputs: Sequence[Any],
+        size: Sequence[Any],
+        dtype: torch.dtype,
+        *,
+        num_warps: int,
+        num_stages: int,
+        **constants: Any,
+    ) -> Any:
+        """IR of the template's output: a contiguous tensor of ``size`` and ``dtype``."""
+        from torch._inductor import ir
+
+        layout = ir.FixedLayout(inputs[0].get_device(), dtype, list(size))
+        caller = self._template.generate(
+            input_nodes=tuple(inputs),
+            layout=layout,
+            num_stages=num_stages,
+            num_warps=num_warps,
+            **constants,
+        )
+        return caller.output_node()
+
+
+# --- nested compiles ------------------------------------------------------------------------------
+
+
+def compile_region(gm: torch.fx.GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile an already decomposed fx graph inside a running compile; returns ``f(*tensors)``.
+
+    Uses the same lowering and code generation as the graph around it, under its config, so what is
+    measured is what the outer compile emits for the same nodes.
+    """
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    outer = V.graph
+    lowering = GraphLowering(
+        gm,
+        example_inputs=list(fake_inputs),
+        shape_env=outer._shape_env,
+        is_inference=outer.is_inference,
+        is_backward=outer.is_backward,
+        name="inductor_ext_candidate",
+    )
+    with V.set_graph_handler(lowering):
+        lowering.run(*fake_inputs)
+        module = lowering.compile_to_module()
+    return lambda *tensors: module.call(list(tensors))
+
+
+def random_like(fake: Any, device: torch.device) -> Any:
+    """A tensor of the sizes (hints), strides and dtype of a fake one, random and of scale about 1."""
+    from torch._dynamo.testing import rand_strided
+
+    def number(value: Any) -> int:
+        return hint(value.node.expr) if isinstance(value, torch.SymInt) else int(value)
+
+    size = [number(s) for s in fake.shape]
+    stride = [number(s) for s in fake.stride()]
+    return rand_strided(size, stride, fake.dtype, device)

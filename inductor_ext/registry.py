@@ -1,0 +1,222 @@
+"""Which lowerings exist, which are on, and how they reach Inductor.
+
+A capability is a ``Lowering`` value in one module of ``lowerings/``. Registering is additive: the
+entry of an operation in Inductor's lowering table is wrapped, never replaced, and graph passes are
+appended to Inductor's own pass lists, so no custom-pass slot is taken and every thread sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import compat, config, report
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """One capability.
+
+    ``lower`` maps an aten overload to a function called with the lowering's arguments (Inductor IR);
+    it returns IR, or None to leave the site to stock. ``passes`` maps "pre_grad", "joint" or
+    "post_grad" to a function that edits an ``fx.Graph`` in place.
+    """
+
+    name: str
+    lower: Mapping[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    passes: Mapping[str, Callable[[Any], None]] = dataclasses.field(default_factory=dict)
+
+
+_lowerings: dict[str, Lowering] = {}
+_wrapped: dict[Any, Callable[..., Any]] = {}
+_by_op: dict[Any, list[Lowering]] = {}
+_lock = threading.RLock()
+_disabled: dict[str, str] = {
+    name.strip(): "INDUCTOR_EXT_DISABLE"
+    for name in os.environ.get("INDUCTOR_EXT_DISABLE", "").split(",")
+    if name.strip()
+}
+
+
+def register(lowering: Lowering) -> None:
+    """Add a lowering to Inductor. Raises ValueError when the name is taken."""
+    with _lock:
+        if lowering.name in _lowerings:
+            raise ValueError(f"expected a new lowering name, got {lowering.name!r} a second time")
+        _lowerings[lowering.name] = lowering
+        for op in lowering.lower:
+            if op not in _wrapped:
+                _by_op[op] = []
+                _wrapped[op] = compat.wrap_lowering(op, functools.partial(_dispatch, op))
+            _by_op[op].append(lowering)
+        for stage, apply in lowering.passes.items():
+            compat.append_graph_pass(
+                stage, _GuardedPass(f"{lowering.name}_{stage}", lowering, apply)
+            )
+
+
+def _dispatch(op: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Try the enabled lowerings of ``op`` in order; the first that returns IR wins, else stock."""
+    for lowering in _by_op[op]:
+        if not is_enabled(lowering.name):
+            continue
+        checkpoint = compat.graph_checkpoint()
+        try:
+            out = lowering.lower[op](*args, **kwargs)
+        except Exception as error:
+            compat.graph_rollback(checkpoint)
+            _failed(lowering, str(op), error)
+            continue
+        if out is not None:
+            return out
+    return stock(*args, **kwargs)
+
+
+class _GuardedPass:
+    """A graph pass in Inductor's list: skipped while its lowering is off, harmless when it fails."""
+
+    def __init__(self, name: str, lowering: Lowering, apply: Callable[[Any], None]) -> None:
+        self.name, self.lowering, self.edit = name, lowering, apply
+
+    def apply(self, graph: Any) -> int:
+        if is_enabled(self.lowering.name):
+            try:
+                self.edit(graph)
+            except Exception as error:
+                _failed(self.lowering, self.name, error)
+        return 0
+
+
+def _failed(lowering: Lowering, site: str, error: Exception) -> None:
+    reason = f"{type(error).__name__}: {error}"
+    if config.strict:
+        raise RuntimeError(
+            f"inductor_ext: {lowering.name} failed at {site} ({reason}); "
+            "INDUCTOR_EXT_STRICT=1 asks for this error"
+        ) from error
+    report.record(
+        report.Decision(lowering.name, False, "stock", f"the lowering failed: {reason}", site)
+    )
+    warnings.warn(
+        f"inductor_ext: {lowering.name} failed at {site} ({reason}); stock code is used there",
+        stacklevel=2,
+    )
+
+
+def is_enabled(name: str) -> bool:
+    """Whether a registered lowering is on."""
+    return name not in _disabled
+
+
+def _check(names: tuple[str, ...]) -> tuple[str, ...]:
+    unknown = [n for n in names if n not in _lowerings]
+    if unknown:
+        raise ValueError(
+            f"expected lowering names among {sorted(_lowerings)}, got {', '.join(unknown)}"
+        )
+    return names or tuple(_lowerings)
+
+
+class _Switch(contextlib.AbstractContextManager):
+    """Result of enable/disable: acts at once; as a context manager it restores on exit."""
+
+    def __init__(self, before: dict[str, str]) -> None:
+        self._before = before
+
+    def __exit__(self, *exc: object) -> None:
+        with _lock:
+            _disabled.clear()
+            _disabled.update(self._before)
+
+
+def enable(*names: str) -> contextlib.AbstractContextManager:
+    """Turn lowerings on (all without names), for the process; ``with enable(...)`` restores on exit.
+
+    Affects compiles that start later; what is compiled stays. Raises ValueError for unknown names.
+    """
+    with _lock:
+        before = dict(_disabled)
+        for name in _check(names):
+            _disabled.pop(name, None)
+    return _Switch(before)
+
+
+def disable(*names: str) -> contextlib.AbstractContextManager:
+    """Turn lowerings off (all without names): stock code, byte for byte. See ``enable``."""
+    with _lock:
+        before = dict(_disabled)
+        for name in _check(names):
+            _disabled[name] = "disable()"
+    return _Switch(before)
+
+
+def status() -> list[tuple[str, bool, str]]:
+    """(name, enabled, what turned it off) of every registered lowering."""
+    return [(n, is_enabled(n), _disabled.get(n, "")) for n in _lowerings]
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Hash of every source file whose text can change what is compiled."""
+    digest = hashlib.sha256()
+    import inductor_ext
+    import inductor_ext.lowerings
+    import inductor_ext.templates
+
+    packages: list[types.ModuleType] = [
+        inductor_ext,
+        inductor_ext.lowerings,
+        inductor_ext.templates,
+    ]
+    for package in packages:
+        for root in package.__path__:
+            for path in sorted(Path(root).rglob("*.py")):
+                digest.update(path.name.encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_salts: dict[str, Callable[[], str]] = {}
+
+
+def add_salt(name: str, salt: Callable[[], str]) -> None:
+    """Let a module put state that changes generated code (a forced choice, a plan) into the key."""
+    _salts[name] = salt
+
+
+def revision() -> str:
+    """What Inductor's cache keys contain of the plugin: sources, switches, config, salts."""
+    parts = [
+        _source_hash(),
+        ",".join(n for n in _lowerings if is_enabled(n)),
+        f"strict={config.strict} pdl={config.pdl}",
+        *(f"{name}={salt()}" for name, salt in sorted(_salts.items())),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def self_check() -> list[tuple[str, bool, str]]:
+    """(what, ok, detail) for every hook that should be in place; the doctor prints it."""
+    rows = [("cache key", compat.salt_installed(), "revision() is hashed into both caches")]
+    for op, wrapper in _wrapped.items():
+        ok = compat.lowering_of(op) is wrapper
+        rows.append(
+            (f"lowering of {op}", ok, "" if ok else "another package replaced it after the import")
+        )
+    return rows
+
+
+@contextlib.contextmanager
+def only(*names: str) -> Iterator[None]:
+    """Nothing but ``names`` is on while the context is open."""
+    with disable(), enable(*names) if names else contextlib.nullcontext():
+        yield

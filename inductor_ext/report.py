@@ -1,0 +1,160 @@
+"""What the plugin decided, where and why.
+
+Every site a lowering looks at ends in one ``Decision``: fired or left alone, the candidate chosen,
+the times or the rule behind it. Decisions are logged to ``inductor_ext`` (``TORCH_LOGS="+inductor_ext"``
+or the standard logging module) and handed to every collector that is open, whichever thread compiles:
+the backward of a training graph is lowered in the autograd engine's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+log = logging.getLogger("inductor_ext")
+
+
+@dataclasses.dataclass(frozen=True)
+class CandidateTime:
+    """One candidate of a decision. ``us`` is None where it was not timed; ``note`` says why it lost."""
+
+    name: str
+    us: float | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The outcome at one site of one graph.
+
+    ``lowering`` is the registered name, ``sites`` the operation and its shapes, ``chosen`` the
+    candidate emitted ("stock" where the site was left alone), ``source`` one of "heuristic",
+    "measured", "plan", "forced" or "" (left alone before any candidate was weighed), ``reason`` one
+    sentence, ``ranges`` the size ranges the decision holds for (empty: all sizes of this graph).
+    """
+
+    lowering: str
+    fired: bool
+    chosen: str
+    reason: str
+    sites: str
+    source: str = ""
+    candidates: tuple[CandidateTime, ...] = ()
+    ranges: tuple[Any, ...] = ()
+
+    @property
+    def speedup(self) -> float | None:
+        """Time of "stock" over the time of the chosen candidate; None unless both were timed."""
+        us = {c.name: c.us for c in self.candidates}
+        stock, chosen = us.get("stock"), us.get(self.chosen)
+        return stock / chosen if stock and chosen else None
+
+
+_collectors: list[list[Decision]] = []
+_lock = threading.Lock()
+_muted = threading.local()
+
+
+def record(decision: Decision) -> None:
+    """Log a decision and hand it to every open collector. Called by choosing and registry only."""
+    if getattr(_muted, "on", False):
+        return
+    log.info(
+        "%s %s: %s (%s)",
+        decision.lowering,
+        decision.sites,
+        decision.chosen if decision.fired else "left to stock",
+        decision.reason,
+    )
+    for c in decision.candidates:
+        log.debug(
+            "  candidate %s: %s %s",
+            c.name,
+            "not timed" if c.us is None else f"{c.us:.2f} us",
+            c.note,
+        )
+    with _lock:
+        for collector in _collectors:
+            collector.append(decision)
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[Decision]]:
+    """Collect the decisions of every compile in this process while the context is open."""
+    decisions: list[Decision] = []
+    with _lock:
+        _collectors.append(decisions)
+    try:
+        yield decisions
+    finally:
+        with _lock:
+            _collectors[:] = [c for c in _collectors if c is not decisions]
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Decisions of this thread are not reported (nested compiles that only serve a measurement)."""
+    before = getattr(_muted, "on", False)
+    _muted.on = True
+    try:
+        yield
+    finally:
+        _muted.on = before
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The decisions of one compile. ``print(report)`` shows a table, one row per site."""
+
+    decisions: tuple[Decision, ...]
+
+    def __str__(self) -> str:
+        import io
+
+        from rich.console import Console
+        from rich.table import Table
+
+        if not self.decisions:
+            return "inductor_ext: no site was looked at (nothing in this graph concerns an enabled lowering)"
+        table = Table(title="inductor_ext decisions", title_justify="left")
+        for name in ("lowering", "site", "chosen", "by", "times (us)", "speed-up", "why"):
+            table.add_column(name, overflow="fold")
+        for d in self.decisions:
+            timed = "\n".join(
+                f"{c.name} " + (f"{c.us:.2f}" if c.us is not None else f"({c.note or 'not timed'})")
+                for c in d.candidates
+            )
+            table.add_row(
+                d.lowering,
+                d.sites,
+                d.chosen,
+                d.source or "-",
+                timed or "-",
+                f"{d.speedup:.2f}x" if d.speedup else "-",
+                d.reason,
+            )
+        out = io.StringIO()
+        Console(file=out, width=120).print(table)
+        return out.getvalue().rstrip()
+
+
+def explain(fn: Any, *args: Any, **kwargs: Any) -> Report:
+    """Compile ``fn`` for these arguments and report every site a lowering looked at.
+
+    ``fn`` is a function, module or compiled function, called once with ``args`` (forward only); a
+    fresh compile without Inductor's caches, so that every decision is taken again. Keyword
+    ``mode`` is not special: it is passed to ``fn``. Returns a ``Report``; ``print`` it.
+    """
+    import torch
+
+    from . import compat
+
+    original = getattr(fn, "_torchdynamo_orig_callable", fn)
+    torch._dynamo.reset()
+    with compat.without_caches(), collect() as decisions:
+        torch.compile(original)(*args, **kwargs)
+    return Report(tuple(decisions))

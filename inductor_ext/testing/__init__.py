@@ -1,0 +1,50 @@
+"""Generated code and kernel numerics without a GPU.
+
+``compile_for`` generates the code of a virtual card, ``run_interpreted`` runs it on CPU tensors in
+Triton's interpreter, ``GeneratedCode.cross_compile`` builds its kernels for the card, and
+``outline`` and ``assert_golden`` compare it with a file. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inductor_ext.testing.binaries import KernelBinary
+    from inductor_ext.testing.cards import CARDS, Card
+    from inductor_ext.testing.compiling import compile_for
+    from inductor_ext.testing.generated import GeneratedCode, Kernel
+    from inductor_ext.testing.golden import assert_golden, normalise, outline
+    from inductor_ext.testing.interpreter import (
+        interpret_source,
+        run_interpreted,
+        run_kernel_interpreted,
+    )
+
+_HOME = {
+    "CARDS": "cards",
+    "Card": "cards",
+    "GeneratedCode": "generated",
+    "Kernel": "generated",
+    "KernelBinary": "binaries",
+    "assert_golden": "golden",
+    "compile_for": "compiling",
+    "interpret_source": "interpreter",
+    "normalise": "golden",
+    "outline": "golden",
+    "run_interpreted": "interpreter",
+    "run_kernel_interpreted": "interpreter",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

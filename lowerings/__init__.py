@@ -1,0 +1,3 @@
+"""One module per capability. Importing this package registers them all."""
+
+from . import decompose_k as decompose_k
