@@ -1,4 +1,4 @@
-"""What every benchmark shares: fresh compiles, CSV and JSON output, means, tables and plots.
+"""What every benchmark shares: fresh compiles, comparing columns, CSV, JSON, tables and plots.
 
 Imports nothing beyond the standard library at the top, so that ``--help`` and ``--list`` answer at
 once on a machine without torch, a card or matplotlib.
@@ -6,10 +6,15 @@ once on a machine without torch, a card or matplotlib.
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
 import csv
+import dataclasses
 import datetime
 import json
 import math
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
+Row = Mapping[str, Any]
+
+# A column holds two times: of independent calls and of a link of a dependent chain.
+KINDS = {"": "independent calls", "chain_": "dependent chain"}
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -33,6 +43,11 @@ def number(text: Any) -> float:
         return float(text)
     except (TypeError, ValueError):
         return math.nan
+
+
+def ratio(time: float, ours: float) -> float:
+    """``time`` over ``ours``; NaN where ours is not positive, as noise can leave a net time."""
+    return time / ours if ours > 0 else math.nan
 
 
 def representative(items: Sequence[T]) -> list[T]:
@@ -83,6 +98,62 @@ class Budget:
             begun = time.monotonic()
             yield item
             slowest = max(slowest, time.monotonic() - begun)
+
+
+def run_in_pool(
+    worker: Callable[..., R], tasks: Sequence[tuple], workers: int, timeout: float | None
+) -> dict[tuple, R]:
+    """``worker(*task)`` of every task in fresh processes, each compiling with one thread.
+
+    Returns the results by task. A task that fails, or that ``timeout`` seconds leave no room for,
+    is missing there: this only prepares a run, which meets the same error and reports it.
+    """
+    from tqdm import tqdm
+
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"  # inherited: the processes are the parallelism
+    results: dict[tuple, R] = {}
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
+    try:
+        futures = {pool.submit(worker, *task): task for task in tasks}
+        done = concurrent.futures.as_completed(futures, timeout=timeout)
+        for future in tqdm(done, "prewarm", len(tasks), mininterval=5):
+            if future.exception() is None:
+                results[futures[future]] = future.result()
+    except concurrent.futures.TimeoutError:
+        pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    print(f"prewarm: {len(results)} of {len(tasks)} compiles are cached", file=sys.stderr)
+    return results
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Parse ``i/n``, for argparse."""
+    i, _, n = text.partition("/")
+    if not (i.isdigit() and n.isdigit() and 1 <= int(i) <= int(n)):
+        raise argparse.ArgumentTypeError(f"a shard is i/n with 1 <= i <= n, and {text!r} came")
+    return int(i), int(n)
+
+
+def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A parser of comma-separated names out of ``known``, for argparse."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [n for n in names if n not in known]:
+            raise argparse.ArgumentTypeError(
+                f"names are {', '.join(known)}, and {', '.join(unknown)} came"
+            )
+        return names
+
+    return parse
 
 
 class CsvFile:
@@ -170,6 +241,96 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
         table.add_row(*map(cell, row))
     # A fixed width: the output usually goes to a file or a pipe, where rich would assume 80.
     Console(width=150).print(table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How the column "ours" is set against the other ``columns`` of CSV rows.
+
+    ``stock`` are the columns of which the fastest is "best_stock"; ``order`` gives the case names
+    of every suite. In a row, column c has ``c_us``, ``c_spread_us`` and both with ``c_chain_``, and
+    ``c_check``, "ok" where the result is right; the time of a wrong one is never counted.
+    """
+
+    columns: Sequence[str]
+    stock: Sequence[str]
+    order: Mapping[str, Sequence[str]]
+
+    @property
+    def rivals(self) -> list[str]:
+        return [*(c for c in self.columns if c != "ours"), "best_stock"]
+
+    def time(self, row: Row, column: str, kind: str) -> tuple[float, float]:
+        """(us, spread) of a column, NaN where it is wrong or missing."""
+        if column == "best_stock":
+            times = [self.time(row, c, kind) for c in self.stock]
+            return min(times, key=lambda t: (math.isnan(t[0]), t[0]))
+        if row.get(f"{column}_check") != "ok":
+            return math.nan, math.nan
+        us, spread = (number(row.get(f"{column}_{kind}{x}")) for x in ("us", "spread_us"))
+        return us, spread
+
+    def speedups(self, row: Row) -> dict[str, float]:
+        """Every rival's time over ours: ``ours_vs_<rival>`` and ``ours_chain_vs_<rival>``."""
+        out = {}
+        for kind in KINDS:
+            ours = self.time(row, "ours", kind)[0]
+            for rival in self.rivals:
+                out[f"ours_{kind}vs_{rival}"] = ratio(self.time(row, rival, kind)[0], ours)
+        return out
+
+    def grouped(self, rows: Iterable[Row]) -> dict[str, list[Row]]:
+        """The rows of every suite that has some, in the suite's order."""
+        rows = list(rows)
+        groups: dict[str, list[Row]] = {}
+        for suite, names in self.order.items():
+            position = {name: i for i, name in enumerate(names)}
+            group = [(position[r["case"]], i) for i, r in enumerate(rows) if r["suite"] == suite]
+            if group:
+                groups[suite] = [rows[i] for _, i in sorted(group)]
+        return groups
+
+    def summary(self, rows: Iterable[Row], versus: Sequence[str]) -> None:
+        """Print what lost or is wrong, then the mean speed-ups and the wins over ``versus``."""
+        table, notes = [], []
+        for suite, group in self.grouped(rows).items():
+            for kind, label in KINDS.items():
+                cells: list[Any] = [suite, label, len(group)]
+                for rival in self.rivals:
+                    ratios = [self.speedups(r)[f"ours_{kind}vs_{rival}"] for r in group]
+                    ratios = [r for r in ratios if not math.isnan(r)]
+                    cells.append(geometric_mean(ratios))
+                    if rival in versus:
+                        cells.append(f"{sum(r > 1 for r in ratios)}/{len(group)}")
+                table.append(cells)
+                for r in group:
+                    ours, stock = self.time(r, "ours", kind), self.time(r, "best_stock", kind)
+                    if ours[0] - stock[0] > ours[1] + stock[1]:
+                        times = f"{ours[0]:.2f} against {stock[0]:.2f} us"
+                        notes.append(f"slower than stock: {suite} {r['case']}, {label}: {times}")
+            for r in group:
+                if r.get("failure"):
+                    notes.append(f"failed: {suite} {r['case']}: {r['failure']}")
+                for c in self.columns:
+                    if (r.get(f"{c}_check") or "ok") != "ok":
+                        notes.append(f"not counted: {suite} {r['case']} {c}: {r[f'{c}_check']}")
+        print("\n".join(notes))
+        heads = [h for v in self.rivals for h in ([v, "wins"] if v in versus else [v])]
+        title = "ours: geometric mean of the speed-up over each column, and wins"
+        print_table(title, ["suite", "calls", "cases", *heads], table)
+
+    def plot(self, path: Path, rows: Iterable[Row], title: str) -> None:
+        """A PNG of two panels per suite, one per kind: us of every column, and ``floor_us``."""
+        panels: list[tuple[str, list[str], dict[str, list[float]]]] = []
+        for suite, group in self.grouped(rows).items():
+            for kind, label in KINDS.items():
+                lines = {c: [self.time(r, c, kind)[0] for r in group] for c in self.columns}
+                lines["floor"] = [number(r.get("floor_us")) for r in group]
+                panels.append((f"{suite}, {label}", [r["case"] for r in group], lines))
+        try:
+            plot_panels(path, title, panels, columns=len(KINDS))
+        except ImportError as error:
+            print(f"no plot: {error}", file=sys.stderr)
 
 
 def plot_panels(

@@ -23,25 +23,25 @@ x and w [24,K]: eager rounds the product to bf16 before the cast, so the 16-bit 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import json
-import multiprocessing
-import os
+import operator
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
 
 LOWERING = "decompose_k"
+DEVICE = "cuda"
 COLUMNS = ("eager", "compile", "max_autotune", "decomposition", "ours", "unfused", "ours_max")
 STOCK = ("eager", "compile", "max_autotune")
 PLUGIN = ("ours", "unfused", "ours_max")
 MAX_AUTOTUNE = ("max_autotune", "ours_max")
+WINS_OVER = ("best_stock", "decomposition")
 HOST_TIMED = ("eager", "compile", "ours")
 SPLITS = (8, 16, 32, 64, 128)
 DRAWS = 4  # input sets of different values that every candidate is checked on
@@ -123,7 +123,7 @@ def draw(case: Case) -> tuple[Any, ...]:
     import torch
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda")
+        return torch.randn(*shape, device=DEVICE)
 
     dtype = getattr(torch, case.dtype)
     a = (normal(case.m, case.k) * case.k**-0.5).to(dtype)
@@ -181,8 +181,9 @@ def variants(case: Case, columns: Sequence[str]) -> list[str]:
 
 def build(case: Case, variant: str, inputs: Sequence[Any]) -> tuple[Callable[..., Any], str]:
     """Compile one candidate and run it once; also what the plugin chose, where it decided."""
-    import inductor_ext
     import torch
+
+    import inductor_ext
     from inductor_ext import report
 
     column, _, splits = variant.partition("/")
@@ -232,41 +233,14 @@ def _prewarm_one(case: Case, variant: str) -> str:
 
 def prewarm(
     cases: Sequence[Case], columns: Sequence[str], workers: int, timeout: float | None
-) -> dict[tuple[Case, str], str]:
+) -> dict[tuple, str]:
     """Fill the compile caches from ``workers`` processes; returns the plugin's choices seen there.
 
     Leaves out what autotunes by benchmarking, since it would do so on a busy machine.
     """
-    from tqdm import tqdm
-
     quiet = [c for c in columns if c not in (*MAX_AUTOTUNE, "eager")]
     tasks = [(case, v) for case in cases for v in variants(case, quiet)]
-    threads = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the workers are the parallelism
-    choices: dict[tuple[Case, str], str] = {}
-    failed = 0
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn")
-    )
-    try:
-        futures = {pool.submit(_prewarm_one, *task): task for task in tasks}
-        done = concurrent.futures.as_completed(futures, timeout=timeout)
-        for future in tqdm(done, "prewarm", len(tasks), mininterval=5):
-            if future.exception() is None:
-                choices[futures[future]] = future.result()
-            else:
-                failed += 1  # the run itself meets the same error and reports it
-    except concurrent.futures.TimeoutError:
-        print("prewarm: half of the budget is used, going on with what is cached", file=sys.stderr)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        if threads is None:
-            del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
-        else:
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = threads
-    if failed:
-        print(f"prewarm: {failed} of {len(tasks)} compiles failed", file=sys.stderr)
-    return choices
+    return common.run_in_pool(_prewarm_one, tasks, workers, timeout)
 
 
 # --- measurement ----------------------------------------------------------------------------------
@@ -279,23 +253,27 @@ def verify(case: Case, column: str, call: Callable[..., Any], draws: Any) -> tup
     from inductor_ext import measure
 
     inputs, references, baselines = draws
-    dtype = getattr(torch, case.dtype)
-    note, worst = "ok", 0.0
+    worst = 0.0
     for chained in (False, True):
         where = "in a chain: " if chained else ""
         outputs = measure.graph_outputs(call, inputs, chained=chained)
-        again = measure.graph_outputs(call, inputs, chained=chained)
-        for out, twin, ref, base in zip(outputs, again, references, baselines, strict=True):
-            verdict = measure.check(out, ref, base, rounding=dtype)
+        for out, ref, base in zip(outputs, references, baselines, strict=True):
+            verdict = measure.check(out, ref, base, rounding=getattr(torch, case.dtype))
+            if verdict.allowed > 0:
+                worst = max(worst, verdict.error / verdict.allowed)
             if not verdict.ok:
-                return where + verdict.reason, verdict.error / verdict.allowed
-            worst = max(worst, verdict.error / verdict.allowed if verdict.allowed else 0.0)
-            if not torch.equal(out, twin):
-                # The plugin promises the same bits every run; cuBLAS is only noted.
-                note = ("" if column in PLUGIN else "ok, but ") + where + "runs differ in bits"
-        if not note.startswith("ok"):
-            break
-    return note, worst
+                return where + verdict.reason, worst
+        if column in PLUGIN:  # it promises the same bits every run
+            again = measure.graph_outputs(call, inputs, chained=chained)
+            if not all(map(torch.equal, outputs, again)):
+                return where + "two runs differ in their bits.", worst
+    return "ok", worst
+
+
+def comparison(columns: Sequence[str]) -> common.Comparison:
+    """How these columns are set against each other."""
+    order = {suite: [c.name for c in cases] for suite, cases in SUITES.items()}
+    return common.Comparison(columns, STOCK, order)
 
 
 def fields(columns: Sequence[str]) -> list[str]:
@@ -303,32 +281,16 @@ def fields(columns: Sequence[str]) -> list[str]:
     names = ["suite", "case", "m", "n", "k", "dtype", "layout", "epilogue", "bytes", "flops"]
     names += ["floor_us", "floor_bound", "ours_choice", "ours_fraction_of_floor", "failure"]
     for c in columns:
-        names += [f"{c}_{x}" for x in ("us", "spread_us", "chain_us", "chain_spread_us")]
+        names += [f"{c}_{kind}{x}" for kind in common.KINDS for x in ("us", "spread_us")]
         names += [f"{c}_check", f"{c}_error_of_allowed"]
         names += [f"{c}_host_us"] if c in HOST_TIMED else []
     if "decomposition" in columns:
-        names += ["decomposition_split", "decomposition_chain_split"]
-    if "ours" in columns:
-        names += [f"ours_{kind}vs_{c}" for kind in ("", "chain_") for c in rivals(columns)]
-    return names
-
-
-def rivals(columns: Sequence[str]) -> list[str]:
-    """What "ours" is set against; "best_stock" is the fastest correct of eager and stock compile."""
-    return [*(c for c in columns if c != "ours"), "best_stock"]
-
-
-def time_of(row: Mapping[str, Any], column: str, kind: str) -> tuple[float, float]:
-    """(us, spread) of a column, NaN where it is wrong or missing; kind is "" or "chain_"."""
-    if column == "best_stock":
-        return min((time_of(row, c, kind) for c in STOCK), key=lambda t: (t[0] != t[0], t[0]))
-    if not str(row.get(f"{column}_check", "")).startswith("ok"):
-        return float("nan"), float("nan")
-    return tuple(common.number(row.get(f"{column}_{kind}{x}")) for x in ("us", "spread_us"))
+        names += [f"decomposition_{kind}split" for kind in common.KINDS]
+    return names + list(comparison(columns).speedups({}))
 
 
 def measure_case(
-    case: Case, columns: Sequence[str], repeats: int, choices: Mapping[tuple[Case, str], str]
+    case: Case, columns: Sequence[str], repeats: int, choices: Mapping[tuple, str]
 ) -> dict[str, Any]:
     """All columns of one shape, as a CSV row."""
     import torch
@@ -355,7 +317,6 @@ def measure_case(
                 row["ours_choice"] = choice or choices.get((case, variant), "from the cache")
         except Exception as error:
             checks[variant] = measure.one_line(error), float("nan")
-    results: dict[str, dict[str, Any]] = {}
     # A recompile here would run under the wrong switch: it must fail, not pass unseen.
     with torch._dynamo.config.patch(error_on_recompile=True):
         for variant, call in list(calls.items()):
@@ -365,32 +326,29 @@ def measure_case(
                 checks[variant] = measure.one_line(error), float("nan")
                 del calls[variant]
         del draws
-        for kind in ("", "chain_"):
-            results[kind] = measure.compare(calls, inputs[0], repeats=repeats, chained=bool(kind))
+        timings = {
+            kind: measure.compare(calls, inputs[0], repeats=repeats, chained=bool(kind))
+            for kind in common.KINDS
+        }
         for column in set(HOST_TIMED) & set(calls):
             row[f"{column}_host_us"] = measure.host_overhead(calls[column], *inputs[0])
 
     for column in columns:
         mine = [v for v in checks if v.partition("/")[0] == column]
-        for kind, timings in results.items():
-            timed = {v: t for v in mine if isinstance(t := timings.get(v), measure.Timing)}
-            right = {v: t for v, t in timed.items() if checks[v][0].startswith("ok")} or timed
-            if right:
-                best = min(right, key=lambda v: right[v].us)
-                row[f"{column}_{kind}us"] = right[best].us
-                row[f"{column}_{kind}spread_us"] = right[best].spread_us
+        # Where no variant is right, the times of the wrong ones stay, marked by the check.
+        right = [v for v in mine if checks[v][0] == "ok"] or mine
+        if right:
+            row[f"{column}_check"], row[f"{column}_error_of_allowed"] = checks[right[0]]
+        for kind, timed in timings.items():
+            times = [(t.us, t, v) for v in right if isinstance(t := timed.get(v), measure.Timing)]
+            if times:
+                us, timing, best = min(times, key=operator.itemgetter(0))
+                row[f"{column}_{kind}us"], row[f"{column}_{kind}spread_us"] = us, timing.spread_us
                 if column == "decomposition":
                     row[f"decomposition_{kind}split"] = int(best.partition("/")[2])
-        if mine:
-            verdict = min((checks[v] for v in mine), key=lambda c: not c[0].startswith("ok"))
-            row[f"{column}_check"], row[f"{column}_error_of_allowed"] = verdict
-    if "ours" in columns:
-        ours = {kind: time_of(row, "ours", kind)[0] for kind in results}
-        row["ours_fraction_of_floor"] = row["floor_us"] / ours[""]
-        for rival in rivals(columns):
-            for kind in results:
-                row[f"ours_{kind}vs_{rival}"] = time_of(row, rival, kind)[0] / ours[kind]
-    return row
+    versus = comparison(columns)
+    row["ours_fraction_of_floor"] = common.ratio(row["floor_us"], versus.time(row, "ours", "")[0])
+    return row | versus.speedups(row)
 
 
 def compile_times() -> list[dict[str, Any]]:
@@ -421,97 +379,23 @@ def compile_times() -> list[dict[str, Any]]:
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _groups(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    for suite, cases in SUITES.items():
-        order = {c.name: i for i, c in enumerate(cases)}
-        group = [r for r in rows if r["suite"] == suite]
-        if group:
-            yield suite, sorted(group, key=lambda r: order[r["case"]])
-
-
-def summary(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print geometric means of the speed-ups and the wins, and name what lost or is wrong."""
-    versus = rivals(columns)
-    table, notes = [], []
-    for suite, group in _groups(rows):
-        for kind, label in (("", "independent"), ("chain_", "chain")):
-            cells: list[Any] = [suite, label, len(group)]
-            pairs = {
-                v: [(time_of(r, "ours", kind), time_of(r, v, kind), r) for r in group]
-                for v in versus
-            }
-            for v in versus:
-                ratios = [b[0] / o[0] for o, b, _ in pairs[v] if b[0] / o[0] > 0]
-                cells.append(common.geometric_mean(ratios))
-            for v in ("best_stock", "decomposition"):
-                wins = sum(o[0] < b[0] for o, b, _ in pairs.get(v, ()))
-                cells.append(f"{wins}/{len(pairs.get(v, ()))}")
-            table.append(cells)
-            notes += [
-                f"slower than stock by more than the spread: {suite} {r['case']} {label}: "
-                f"{o[0]:.2f} against {b[0]:.2f} us"
-                for o, b, r in pairs["best_stock"]
-                if o[0] - b[0] > o[1] + b[1]
-            ]
-        notes += [
-            f"not counted: {suite} {r['case']} {c}: {r[f'{c}_check']}"
-            for r in group
-            for c in columns
-            if r.get(f"{c}_check") and not str(r[f"{c}_check"]).startswith("ok")
-        ]
-        notes += [f"failed: {suite} {r['case']}: {r['failure']}" for r in group if r.get("failure")]
-    print("\n".join(notes))
-    heads = [f"vs {v}" for v in versus] + ["wins stock", "wins decomp."]
-    title = "ours: geometric mean of the speed-up over each column, and wins"
-    common.print_table(title, ["suite", "calls", "cases", *heads], table)
-
-
-def plot(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str], title: str) -> None:
-    """Two panels per suite, independent calls and chain: us of every column per shape."""
-    panels = []
-    for suite, group in _groups(rows):
-        for kind, label in (("", "independent calls"), ("chain_", "dependent chain")):
-            lines = {c: [time_of(r, c, kind)[0] for r in group] for c in columns}
-            lines["floor"] = [common.number(r["floor_us"]) for r in group]
-            panels.append((f"{suite}, {label}", [r["case"] for r in group], lines))
-    try:
-        common.plot_panels(path, title, panels, columns=2)
-    except ImportError as error:
-        print(f"no plot: {error}", file=sys.stderr)
-
-
 def _title(meta: Mapping[str, Any]) -> str:
     return f"Decompose-K on {meta['card']}, torch {meta['torch']}, triton {meta['triton']}"
 
 
 def merge(paths: Sequence[Path], out: Path) -> None:
-    """Put the CSV files of several runs together, with their JSON, plot and summary; needs no card."""
+    """Join the CSV and JSON files of several runs, with plot and summary; needs no card."""
     rows = [row for path in paths for row in common.read_csv(path)]
     runs = [json.loads(path.with_suffix(".json").read_text()) for path in paths]
-    columns = [c for c in COLUMNS if any(r.get(f"{c}_check") for r in rows)]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = common.CsvFile(out / "decompose_k.csv", names)
-    for _, group in _groups(rows):
+    versus = comparison([c for c in COLUMNS if any(r.get(f"{c}_check") for r in rows)])
+    table = common.CsvFile(out / "decompose_k.csv", list(dict.fromkeys(k for r in rows for k in r)))
+    for group in versus.grouped(rows).values():
         for row in group:
             table.write(row)
     table.close()
     common.write_json(out / "decompose_k.json", runs)
-    plot(out / "decompose_k.png", rows, columns, _title(runs[0]))
-    summary(rows, columns)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    i, _, n = text.partition("/")
-    if not (i.isdigit() and n.isdigit() and 1 <= int(i) <= int(n)):
-        raise argparse.ArgumentTypeError(f"a shard is i/n with 1 <= i <= n, and {text!r} came")
-    return int(i), int(n)
-
-
-def _columns(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [n for n in names if n not in COLUMNS]:
-        raise argparse.ArgumentTypeError(f"columns are {', '.join(COLUMNS)}, and {unknown} came")
-    return names
+    versus.plot(out / "decompose_k.png", rows, _title(runs[0]))
+    versus.summary(rows, WINS_OVER)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -522,10 +406,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--suite", choices=[*SUITES, "all"], default="all")
-    add("--columns", type=_columns, default=list(COLUMNS[:-1]), help="comma-separated")
+    known = common.names_of(COLUMNS)
+    add("--columns", type=known, default=list(COLUMNS[:-1]), help="comma-separated")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
     add("--quick", action="store_true", help=f"{QUICK_CASES} shapes a suite, fewer repeats")
-    add("--shard", type=_shard, default=(1, 1), metavar="I/N", help="every Nth shape from the Ith")
+    add("--shard", type=common.shard, default=(1, 1), help="I/N: every Nth shape from the Ith")
     add("--budget-seconds", type=float, help="stop between shapes before this is used up")
     add("--prewarm", type=int, default=0, metavar="N", help="compile ahead in N processes")
     add("--compile-time", action="store_true", help="measure compile time instead, on two shapes")
@@ -571,9 +456,10 @@ def main() -> None:
         common.print_table("First call, fresh caches", list(rows[0]), values)
         return
 
-    choices: dict[tuple[Case, str], str] = {}
+    choices: dict[tuple, str] = {}
     if args.prewarm:
-        half = None if budget.seconds is None else budget.seconds / 2
+        left = budget.left()
+        half = None if left is None else left / 2  # the rest is for measuring
         choices = prewarm(cases, args.columns, args.prewarm, half)
     meta |= {"ceilings_per_us": dataclasses.asdict(measure.ceilings())}
     table = common.CsvFile(args.out / f"{stem}.csv", fields(args.columns))
@@ -589,8 +475,8 @@ def main() -> None:
     table.close()
     meta |= {"shapes_measured": len(rows), "shapes_asked": len(cases)}
     common.write_json(args.out / f"{stem}.json", meta)
-    plot(args.out / f"{stem}.png", rows, args.columns, _title(meta))
-    summary(rows, args.columns)
+    comparison(args.columns).plot(args.out / f"{stem}.png", rows, _title(meta))
+    comparison(args.columns).summary(rows, WINS_OVER)
 
 
 if __name__ == "__main__":

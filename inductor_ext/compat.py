@@ -7,6 +7,7 @@ with the name that moved. Nothing here decides anything; it translates.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -414,7 +415,9 @@ class Template:
     """A Triton template whose epilogue Inductor fuses, launched with PDL where asked.
 
     ``grid(*sizes, meta, cdiv)`` gets the output's sizes (ints or sympy). ``source`` is a template in
-    Inductor's dialect: ``def_kernel``, ``size``, ``stride``, ``store_output``.
+    Inductor's dialect: ``def_kernel``, ``size``, ``stride``, ``store_output``. Two constants are ours:
+    ``PDL`` launches with programmatic dependent launch, ``FLAT`` names the variable that already
+    holds the offset into a contiguous output, so that it is not put together from its coordinates.
     """
 
     def __init__(self, name: str, grid: Callable[..., Any], source: str) -> None:
@@ -433,6 +436,15 @@ class Template:
                 if self.meta.get("PDL"):
                     self.triton_meta = {**(self.triton_meta or {}), "launch_pdl": True}
                 return super().jit_lines()
+
+            def store_output(self, *args: Any, **kwargs: Any) -> str:
+                name = super().store_output(*args, **kwargs)
+                flat = self.meta.get("FLAT")
+                if flat is not None:
+                    hook = self.render_hooks[name]
+                    line = f"xindex = {flat.strip(chr(39))}"
+                    self.render_hooks[name] = lambda: re.sub(r"xindex = [^\n]*", line, hook())
+                return name
 
         class PdlTemplate(TritonTemplate):
             kernel_type = Kernel
@@ -490,13 +502,50 @@ def compile_region(gm: torch.fx.GraphModule, fake_inputs: Sequence[Any]) -> Call
     return lambda *tensors: module.call(list(tensors))
 
 
+def no_fake_mode() -> Any:
+    """A context without the fake-tensor mode of the compile in progress: kernels really run."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def static_fake(value: Any) -> Any:
+    """A fake tensor like ``value`` with every symbolic size at its hint."""
+    from torch._inductor.virtualized import V
+
+    with V.fake_mode:
+        return torch.empty_strided(
+            [_number(s) for s in value.shape],
+            [_number(s) for s in value.stride()],
+            dtype=value.dtype,
+            device=value.device,
+        )
+
+
+def static_args(args: Any) -> Any:
+    """Arguments of an fx node with symbolic ints at their hints."""
+    return torch.utils._pytree.tree_map(
+        lambda a: _number(a) if isinstance(a, torch.SymInt) else a, args
+    )
+
+
+def _number(value: Any) -> int:
+    return hint(value.node.expr) if isinstance(value, torch.SymInt) else int(value)
+
+
+def propagate_fakes(gm: torch.fx.GraphModule, fakes: Sequence[Any]) -> None:
+    """Fill ``meta["val"]`` of every node from the fake inputs."""
+    from torch._inductor.virtualized import V
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    FakeTensorProp(gm, V.fake_mode).propagate_dont_convert_inputs(*fakes)
+
+
 def random_like(fake: Any, device: torch.device) -> Any:
     """A tensor of the sizes (hints), strides and dtype of a fake one, random and of scale about 1."""
     from torch._dynamo.testing import rand_strided
 
-    def number(value: Any) -> int:
-        return hint(value.node.expr) if isinstance(value, torch.SymInt) else int(value)
-
-    size = [number(s) for s in fake.shape]
-    stride = [number(s) for s in fake.stride()]
-    return rand_strided(size, stride, fake.dtype, device)
+    size = [_number(s) for s in fake.shape]
+    stride = [_number(s) for s in fake.stride()]
+    with no_fake_mode():
+        return rand_strided(size, stride, fake.dtype, device)

@@ -1,18 +1,14 @@
 """The test kit's half of ``compat.py``: a CUDA card that is not there.
 
 Every name of ``torch._inductor``, ``torch._dynamo``, ``torch._subclasses`` and ``triton.runtime``
-that ``inductor_ext.testing`` needs and that is not public is touched here and nowhere else. Each
-access goes through :class:`Patches`, which names the attribute that a torch release moved.
+that ``inductor_ext.testing`` needs and that is not public is reached through ``private`` and changed
+through ``Patches``, both defined here, which name what a torch release moved.
 
 How the card is made to seem there:
 
 * Questions about the device (``torch.cuda.*``, Dynamo's ``CudaInterface``, Triton's active driver)
   are answered from the card's data sheet.
-* Tensors of the card are FakeTensors: sizes, strides and a device, no data. In C++ autograd asks a
-  tensor for its device to find a stream and a worker thread, which a torch without CUDA aborts on.
-  So C++ (and only C++) is told "meta", which autograd runs in the calling thread; Python is told
-  "cuda:0". Factory calls that C++ makes with such a tensor's options arrive as "meta" and are put
-  back on the card. The same is done where a real card is present, so that the result is the same.
+* Tensors of the card have no data (``testing/cardtensors.py``).
 * ``GraphLowering.compile_to_module`` hands over the generated code in place of loading it.
 * What would have to run a kernel (autotuning, padding benchmarks) is decided by name.
 
@@ -25,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -34,10 +31,10 @@ import torch
 
 from inductor_ext.testing.cards import Card
 
-_CARD = torch.device("cuda", 0)
-_META = torch.device("meta")
+CARD_DEVICE = torch.device("cuda", 0)
 _LOCK = threading.Lock()
 _active: Card | None = None
+_owner: int | None = None  # the thread that opened it
 
 
 def active_card() -> Card | None:
@@ -114,7 +111,7 @@ class Patches(contextlib.ExitStack):
 class _Stream:
     """Stands in for a CUDA stream; nothing is ever launched on it."""
 
-    device = _CARD
+    device = CARD_DEVICE
     device_index = 0
     device_type = 1
     stream_id = 0
@@ -142,6 +139,7 @@ def _patch_torch_cuda(patches: Patches, card: Card) -> None:
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "synchronize": lambda device=None: None,
+        "is_current_stream_capturing": lambda: False,
         "can_device_access_peer": lambda a, b: False,
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device="cuda": None,
@@ -153,6 +151,9 @@ def _patch_torch_cuda(patches: Patches, card: Card) -> None:
         patches.set(cuda, name, value)
     if torch.version.cuda is None:
         patches.set(torch.version, "cuda", "12.8")
+    # Names that a torch without CUDA lacks and generated code or Inductor ask for.
+    patches.set(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True, create=True)
+    patches.set(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
 
     interface = private("torch._dynamo.device_interface:CudaInterface")
     for name in (
@@ -213,8 +214,6 @@ _DEVICE_CACHES = (
     "torch._inductor.codegen.triton:gen_attr_descriptor_import",
     "torch._inductor.codegen.triton:TritonScheduling.gen_common_triton_imports",
     "torch._inductor.codegen.triton:TritonKernel.gen_common_triton_imports",
-    "torch._inductor.fx_passes.fuse_attention:_warn_tf32_disabled",
-    "torch._inductor.compile_fx:_warn_tf32_disabled",
 )
 
 
@@ -254,7 +253,7 @@ def _patch_triton_driver(patches: Patches, card: Card) -> None:
             return card.major, card.minor
 
         def get_active_torch_device(self) -> torch.device:
-            return _CARD
+            return CARD_DEVICE
 
         @classmethod
         def is_active(cls) -> bool:
@@ -283,117 +282,6 @@ def _no_benchmark(*args: Any, **kwargs: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------
-# tensors of the card
-
-
-def _patch_fake_tensors(patches: Patches) -> None:
-    fake_tensor = private("torch._subclasses.fake_tensor")
-    fake_cls = private("torch._subclasses.fake_tensor:FakeTensor")
-    fake_mode = private("torch._subclasses.fake_tensor:FakeTensorMode")
-    functional = private("torch._subclasses.functional_tensor:FunctionalTensor")
-    functional_mode = private("torch._subclasses.functional_tensor:FunctionalTensorMode")
-    device_query = torch.ops.prim.device.default
-
-    def told_to_cpp(fake: Any) -> torch.device:
-        if fake.fake_mode.in_kernel_invocation or fake.fake_device.type == "cuda":
-            return _META
-        return fake.fake_device
-
-    handlers = private("torch._subclasses.fake_tensor:_DISPATCH_META_HANDLERS")
-    if device_query not in handlers:
-        raise MovedName(
-            f"inductor_ext.testing expected {fake_tensor.__name__}._DISPATCH_META_HANDLERS to answer "
-            f"prim.device in torch {torch.__version__}, got no such entry"
-        )
-    before = handlers[device_query]
-    patches.callback(handlers.__setitem__, device_query, before)
-    handlers[device_query] = lambda args: told_to_cpp(args[0])
-
-    dispatch = vars(fake_cls)["__torch_dispatch__"].__func__
-
-    def fake_dispatch(
-        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is device_query:
-            return told_to_cpp(args[0])
-        return dispatch(cls, func, types, args, kwargs or {})
-
-    patches.set(fake_cls, "__torch_dispatch__", classmethod(fake_dispatch))
-
-    def functional_device(self: Any) -> torch.device:
-        return torch._from_functional_tensor(self.elem).device
-
-    patches.set(functional, "device", property(functional_device))
-    # The other attributes that Python reads through C++.
-    for cls in (fake_cls, functional):
-        for kind in ("cpu", "cuda", "meta", "xpu", "mps"):
-            patches.set(cls, f"is_{kind}", property(_device_is(kind)))
-        patches.set(cls, "get_device", _get_device)
-
-    for mode in (fake_mode, functional_mode):
-        patches.set(mode, "__torch_dispatch__", _factories_on_card(mode.__torch_dispatch__))
-
-
-def _device_is(kind: str) -> Callable[[torch.Tensor], bool]:
-    return lambda tensor: tensor.device.type == kind
-
-
-def _get_device(tensor: torch.Tensor) -> int:
-    return -1 if tensor.device.type in ("cpu", "meta") else tensor.device.index or 0
-
-
-def _factories_on_card(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """A mode's dispatch that puts factory calls from C++, which carry "meta", on the card."""
-
-    @functools.wraps(dispatch)
-    def on_card(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs and kwargs.get("device") == _META:
-            kwargs = {**kwargs, "device": _CARD}
-        return dispatch(self, func, types, args, kwargs or {})
-
-    return on_card
-
-
-class CardTensors:
-    """Makes the FakeTensors of one virtual card and remembers what each stands for."""
-
-    def __init__(self) -> None:
-        self.mode = private("torch._subclasses.fake_tensor:FakeTensorMode")(
-            allow_non_fake_inputs=True
-        )
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._storages: dict[int, Any] = {}
-
-    def __call__(self, real: torch.Tensor) -> torch.Tensor:
-        """``real``'s dtype, sizes, strides, offset, aliasing and requires_grad, on the card.
-
-        A tensor whose shape a FakeTensor cannot take over (sparse, nested, a subclass) is refused.
-        """
-        if id(real) in self._made:
-            return self._made[id(real)][1]
-        no_dispatch = private("torch.utils._mode_utils:no_dispatch")
-        fake_cls = private("torch._subclasses.fake_tensor:FakeTensor")
-        storage = real.untyped_storage()
-        with no_dispatch():
-            if storage._cdata not in self._storages:
-                self._storages[storage._cdata] = torch.UntypedStorage(
-                    storage.nbytes(), device="meta"
-                )
-            meta = torch.empty(0, dtype=real.dtype, device="meta").set_(
-                self._storages[storage._cdata], real.storage_offset(), real.shape, real.stride()
-            )
-            fake = fake_cls(self.mode, meta, _CARD)
-        fake.requires_grad_(real.requires_grad)
-        if isinstance(real, torch.nn.Parameter):
-            fake._is_param = True
-        for name, value in vars(real).items():
-            if name.startswith(("_dynamo_", "_specialize_on")):
-                setattr(fake, name, value)
-        self._made[id(real)] = (real, fake)
-        return fake
-
-
-# ---------------------------------------------------------------------------------------------------
 # the compiler
 
 
@@ -419,12 +307,6 @@ def _patch_inductor(
 
     patches.set(compiled, "post_compile", post_compile)
 
-    # The patterns are traced with tensors of the machine, before the card is there.
-    for module in ("joint_graph", "post_grad"):
-        patches.set(
-            private(f"torch._inductor.fx_passes.{module}"), "lazy_init", lambda *a, **k: None
-        )
-
     selector = private("torch._inductor.select_algorithm:AlgorithmSelectorCache")
 
     def do_autotuning(
@@ -443,12 +325,49 @@ def _patch_inductor(
 
     patches.set(selector, "do_autotuning", do_autotuning)
     patches.set(selector, "make_precompile_fn", lambda *a, **k: lambda *a, **k: {})
+    # The warnings about TF32 concern a card the user does not have.
+    for module in ("fx_passes.fuse_attention", "compile_fx"):
+        patches.set_if_there(
+            private(f"torch._inductor.{module}"), "_warn_tf32_disabled", lambda: None
+        )
+    # Constants are folded with real tensors, which can only be on the host.
+    for path in ("constant_folding:ConstantFolder", "fx_passes.joint_graph:UniformValueConstantFolder"):
+        folder = private(f"torch._inductor.{path}")
+        for name in ("_deduce_value", "_add_peephole_patterns"):
+            if name in vars(folder):
+                patches.set(folder, name, _on_host(vars(folder)[name]))
+    # Candidate names carry a running number: start it anew, so that they are the same every time.
+    for path in ("select_algorithm:TritonTemplate", "codegen.subgraph:SubgraphTemplate"):
+        patches.set(private(f"torch._inductor.{path}"), "index_counter", itertools.count())
     # Padding a matmul is decided by timing it; unpadded is what the same code does when told to be
     # deterministic.
     patches.set(private("torch._inductor.fx_passes.pad_mm"), "_should_pad", lambda *a, **k: False)
     benchmarker = private("torch._inductor.runtime.benchmarking:Benchmarker")
     for name in ("benchmark", "benchmark_gpu", "benchmark_many_gpu"):
         patches.set_if_there(benchmarker, name, _no_benchmark)
+
+
+class OnHost(torch.utils._python_dispatch.TorchDispatchMode):
+    """Operators asked for a tensor on the card make it on the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(kwargs.get("device"), "type", None) == "cuda":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        args = tuple(
+            torch.device("cpu") if isinstance(a, torch.device) and a.type == "cuda" else a
+            for a in args
+        )
+        return func(*args, **kwargs)
+
+
+def _on_host(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def on_host(*args: Any, **kwargs: Any) -> Any:
+        with OnHost():
+            return method(*args, **kwargs)
+
+    return on_host
 
 
 class _Module:
@@ -458,6 +377,12 @@ class _Module:
 
     def __init__(self, call: Callable[[list[Any]], Any]) -> None:
         self.call = call
+
+
+def needs_data() -> tuple[type[Exception], ...]:
+    """What FakeTensors raise where a program depends on the values in a tensor."""
+    names = ("DynamicOutputShapeException", "DataDependentOutputException")
+    return tuple(private(f"torch._subclasses.fake_tensor:{name}") for name in names)
 
 
 def output_strides(graph: Any) -> list[tuple[int, ...] | None]:
@@ -479,64 +404,94 @@ def _hint(graph: Any, expr: Any) -> int:
     return int(substituted.subs(hints) if hasattr(substituted, "subs") else substituted)
 
 
-@functools.cache
-def _trace_patterns() -> None:
-    """Trace Inductor's patterns once, with the devices this machine really has."""
-    private("torch._inductor.fx_passes.joint_graph:lazy_init")()
-    private("torch._inductor.fx_passes.post_grad:lazy_init")()
-
-
 @contextlib.contextmanager
-def virtual_card(
-    card: Card,
-    choose: Callable[[str, list[Any]], Any],
-    on_code: Callable[..., Any],
-    options: dict[str, Any],
-) -> Iterator[CardTensors]:
-    """Everything in this process believes that ``card`` is device cuda:0, until the context ends.
+def virtual_device(card: Card) -> Iterator[Patches]:
+    """Every question about the CUDA device is answered for ``card`` until the context ends.
 
-    ``choose(name, choices)`` answers each autotuning question; ``on_code(graph, code)`` is given
-    every generated program with its GraphLowering and returns the callable to use in its place.
-    One context may be open at a time: a second thread waits.
+    One context may be open at a time: another thread waits, the same thread gets RuntimeError.
     """
-    global _active
-    inductor = private("torch._inductor.config")
-    functorch = private("torch._functorch.config")
+    global _active, _owner
+    if _owner == threading.get_ident():
+        raise RuntimeError("inductor_ext.testing expected no open virtual card, got one inside another")
     with _LOCK, Patches() as patches:
-        _trace_patterns()
-        environment = dict(os.environ)
-        patches.callback(_restore_environment, environment)
-        torch._dynamo.reset()
-        patches.callback(torch._dynamo.reset)
-        patches.enter_context(
-            inductor.patch(
-                {
-                    "fx_graph_cache": False,
-                    "fx_graph_remote_cache": False,
-                    "compile_threads": 1,
-                    "benchmark_epilogue_fusion": False,
-                    **options,
-                }
-            )
-        )
-        patches.enter_context(functorch.patch({"enable_autograd_cache": False}))
+        patches.callback(_restore_environment, dict(os.environ))
         _forget_device()
         patches.callback(_forget_device)
         _patch_torch_cuda(patches, card)
         _patch_triton_driver(patches, card)
-        _patch_fake_tensors(patches)
+        # Generated kernels ask for the GPU driver, which is the one that was just set.
+        helpers = private("torch._inductor.runtime.triton_helpers")
+        patches.set(helpers, "set_driver_to_gpu", lambda: None)
+        _active, _owner = card, threading.get_ident()
+        try:
+            yield patches
+        finally:
+            _active = _owner = None
+
+
+@contextlib.contextmanager
+def virtual_card(
+    card: Card, choose: Callable[[str, list[Any]], Any], on_code: Callable[..., Any]
+) -> Iterator[Any]:
+    """``virtual_device``, and the compiler generates code for it instead of running it.
+
+    ``choose(name, choices)`` answers each autotuning question; ``on_code(graph, code)`` is given
+    every generated program with its GraphLowering and returns the callable to use in its place.
+    Yields a ``CardTensors``.
+    """
+    from inductor_ext.testing.cardtensors import CardTensors, patch_fake_tensors
+    from inductor_ext.testing.sdpa import patch_attention
+
+    inductor = private("torch._inductor.config")
+    functorch = private("torch._functorch.config")
+    with virtual_device(card) as patches:
+        torch._dynamo.reset()
+        patches.callback(torch._dynamo.reset)
+        patches.enter_context(
+            inductor.patch(
+                fx_graph_cache=False,
+                fx_graph_remote_cache=False,
+                compile_threads=1,
+                benchmark_epilogue_fusion=False,
+            )
+        )
+        patches.enter_context(functorch.patch(enable_autograd_cache=False))
+        patch_fake_tensors(patches)
+        patch_attention(patches)
         _patch_inductor(patches, choose, on_code)
-        patches.callback(_set_active, _active)
-        _active = card
         yield CardTensors()
-
-
-def _set_active(card: Card | None) -> None:
-    global _active
-    _active = card
 
 
 def _restore_environment(before: dict[str, str]) -> None:
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+# ---------------------------------------------------------------------------------------------------
+# generated kernels
+
+
+def load_kernel(name: str, source: str) -> Any:
+    """The CachingAutotuner that a generated kernel module defines, not compiled. Under a card."""
+    module = private("torch._inductor.codecache:PyCodeCache").load(source)
+    autotuner = getattr(module, name)
+    expected = private("torch._inductor.runtime.triton_heuristics:CachingAutotuner")
+    if not isinstance(autotuner, expected):
+        raise MovedName(
+            f"inductor_ext.testing expected kernel {name} to be a CachingAutotuner in torch "
+            f"{torch.__version__}, got {type(autotuner).__name__}"
+        )
+    return autotuner
+
+
+def compile_kernel(autotuner: Any, config: Any) -> Any:
+    """Triton's CompiledKernel of one launch configuration, not loaded. Under a card."""
+    with private("torch._inductor.config").patch(use_static_cuda_launcher=False):
+        return autotuner._precompile_config(config).kernel
+
+
+def kernel_grid(autotuner: Any, config: Any, values: dict[str, Any]) -> tuple[int, int, int]:
+    """The launch grid for these argument values."""
+    grid = private("torch._inductor.runtime.triton_heuristics:GridExpr")
+    return grid.from_meta(autotuner.inductor_meta, config).eval_slow(values)

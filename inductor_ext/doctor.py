@@ -7,7 +7,6 @@ bad row makes the exit code 1. A machine without a card is fine: code for virtua
 from __future__ import annotations
 
 import argparse
-import getpass
 import importlib.metadata
 import importlib.resources
 import os
@@ -97,35 +96,24 @@ def card() -> Iterable[Row]:
 def lowerings() -> Iterable[Row]:
     from inductor_ext import registry
 
-    for name, enabled, why in registry.status():
+    rows = registry.status()
+    if not rows:
+        yield Row("lowerings", "none registered", "bad")
+    for name, enabled, why in rows:
         state = "enabled" if enabled else "disabled"
         yield Row(name, f"{state}: {why}" if why else state, "ok" if enabled else "note")
 
 
-def inductor_cache() -> Path:
-    """Where Inductor caches, by its own rule, without creating the folder."""
-    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return Path(folder).absolute()
-    try:
-        user = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):
-        user = f"uid_{os.getuid()}"
-    return Path(tempfile.gettempdir()) / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
-
-
-def _writable(folder: Path) -> bool:
-    """Whether files can be made there, or the folder itself where it is still missing."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-
-
 def caches_and_plans() -> Iterable[Row]:
-    cache = inductor_cache()
-    if _writable(cache):
-        yield Row("Inductor's cache", str(cache))
-    else:
-        yield Row("Inductor's cache", f"{cache} cannot be written", "bad")
+    from inductor_ext import compat
+
+    try:
+        # Makes the folder where it is missing.
+        cache = compat.cache_dir()
+        with tempfile.TemporaryFile(dir=cache):
+            yield Row("Inductor's cache", cache)
+    except OSError as e:
+        yield Row("Inductor's cache", f"cannot be written: {e}", "bad")
     path = os.environ.get("INDUCTOR_EXT_PLAN")
     if not path:
         yield Row("INDUCTOR_EXT_PLAN", "not set: no plan of your own")

@@ -72,8 +72,10 @@ def require_cuda() -> None:
 
 def one_line(error: BaseException) -> str:
     """An exception as one short line, for reports and tables."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:200]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    # Dynamo's first line ends in "raised:", and the cause is on the second.
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {text}"[:200]
 
 
 # --- inputs ---------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ PARTIAL = r"""
     tl.extra.cuda.gdc_launch_dependents()
 {% endif %}
     tile = tl.program_id(0)
-    split = tl.program_id(1).to(INDEX)
+    idx_s = tl.program_id(1).to(INDEX)
     tiles_m = tl.cdiv(M, BLOCK_M)
     rm = ((tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)).to(INDEX)
     rn = ((tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)).to(INDEX)
@@ -33,11 +33,11 @@ PARTIAL = r"""
 {% else %}
     k_split = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
 {% endif %}
-    k_first = split * k_split
+    k_first = idx_s * k_split
 {% if BATCHED %}
-    batch = tl.program_id(2).to(INDEX)
-    A += batch * {{stride("A", 0)}}
-    B += batch * {{stride("B", 0)}}
+    idx_b = tl.program_id(2).to(INDEX)
+    A += idx_b * {{stride("A", 0)}}
+    B += idx_b * {{stride("B", 0)}}
 {% endif %}
 {% if PDL %}
     tl.extra.cuda.gdc_wait()
@@ -55,7 +55,7 @@ PARTIAL = r"""
 {% if masks_c %}
     mask = {{masks_c | join(" & ")}}
 {% endif %}
-    {{store_output(("split", "batch", "idx_m", "idx_n") if BATCHED else ("split", "idx_m", "idx_n"),
+    {{store_output(("idx_s", "idx_b", "idx_m", "idx_n") if BATCHED else ("idx_s", "idx_m", "idx_n"),
                    "acc", "mask" if masks_c else None, val_shape=("BLOCK_M", "BLOCK_N"))}}
 """
 
@@ -69,27 +69,39 @@ def partial_grid(*sizes_and_meta, cdiv):
 
 
 REDUCE = r"""
+{% set masks = ([] if SPLITS == RBLOCK else ["(s[:, None] < SPLITS)"]) + ([] if EVEN_X else ["(idx_x[None, :] < XNUMEL)"]) %}
 {{def_kernel("P")}}
-    XNUMEL = {{size(None, 0)}}
+    M = {{size("P", -2)}}
+    N = {{size("P", -1)}}
+    XNUMEL = {{size("P", 1) if BATCHED else 1}} * M * N
 {% if PDL %}
     tl.extra.cuda.gdc_launch_dependents()
 {% endif %}
-    x = (tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)).to(INDEX)
+    idx_x = (tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)).to(INDEX)
     s = tl.arange(0, RBLOCK).to(INDEX)
-{% set masks = ([] if SPLITS == RBLOCK else ["(s[:, None] < SPLITS)"]) + ([] if EVEN_X else ["(x[None, :] < XNUMEL)"]) %}
 {% if PDL %}
     tl.extra.cuda.gdc_wait()
 {% endif %}
-    partials = tl.load(P + s[:, None] * XNUMEL + x[None, :]
+    partials = tl.load(P + s[:, None] * XNUMEL + idx_x[None, :]
                        {%- if masks %}, mask={{masks | join(" & ")}}, other=0.0{% endif %})
     acc = tl.sum(partials, 0)
-{% if not EVEN_X %}
-    mask = x < XNUMEL
+{# C is contiguous: its own index is idx_x. Row and column are for what is broadcast to it. #}
+    idx_n = idx_x % N
+    idx_m = (idx_x // N){{" % M" if BATCHED else ""}}
+{% if BATCHED %}
+    idx_b = idx_x // (M * N)
 {% endif %}
-    {{store_output(("x",), "acc", None if EVEN_X else "mask", val_shape=("XBLOCK",))}}
+{# An epilogue needs a mask by name, so a full block has one that is always true. #}
+    mask = {{"tl.full((XBLOCK,), True, tl.int1)" if EVEN_X else "idx_x < XNUMEL"}}
+    {{store_output(("idx_b", "idx_m", "idx_n") if BATCHED else ("idx_m", "idx_n"),
+                   "acc", "mask", val_shape=("XBLOCK",))}}
 """
 
 
-def reduce_grid(numel, meta, *, cdiv):
-    """One program per XBLOCK consecutive elements of the flattened output."""
+def reduce_grid(*sizes_and_meta, cdiv):
+    """One program per XBLOCK consecutive elements of the flattened output. Sizes: (batch,) M, N."""
+    *sizes, meta = sizes_and_meta
+    numel = 1
+    for size in sizes:
+        numel *= size
     return (cdiv(numel, meta["XBLOCK"]), 1, 1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from inductor_ext import compat_virtual, report
+from inductor_ext import choosing, compat_virtual, registry, report
 from inductor_ext.testing.cards import card as find_card
 from inductor_ext.testing.generated import (
     GeneratedCode,
@@ -64,26 +64,30 @@ def compile_for(
         mode: as for torch.compile. In the max-autotune modes nothing can be timed: each operation
             takes its first external candidate (the stock library call) unless forced.
         options: Inductor configuration, as for torch.compile, on top of ``mode``.
-        force: ``{operation: regular expression}``; where ``operation`` ("mm", "addmm", the name of a
-            custom operation) is autotuned, the first candidate whose "name description" matches is
-            taken.
+        force: ``{operation: regular expression}``; where Inductor autotunes ``operation`` ("mm",
+            "addmm", the name of a custom operation), the first candidate whose "name description"
+            contains a match is taken. ``{lowering: regular expression}``: that lowering of the
+            plugin takes its first candidate whose whole name matches.
 
     Raises:
         ValueError: unknown card; a tensor that is not on cpu or meta, or is not a plain dense one;
-            nothing to differentiate with ``grad=True``; a ``force`` entry that matches no candidate
-            or concerns no autotuned operation.
+            nothing to differentiate with ``grad=True``; a ``force`` entry that decides nothing.
         Whatever Dynamo or Inductor raise on ``fn``.
     """
     target = find_card(card)
     if not callable(fn):
         raise ValueError(f"compile_for expected a function or a module, got {type(fn).__name__}")
     settings = _settings(mode, options)
-    choices = _Choices(dict(force or {}))
+    lowerings = {name for name, *_ in registry.status()}
+    ours = {name: p for name, p in (force or {}).items() if name in lowerings}
+    choices = _Choices({op: p for op, p in (force or {}).items() if op not in lowerings})
     trace = _Trace()
     fn = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
     with (
-        compat_virtual.virtual_card(target, choices.choose, trace.on_code, {}) as on_card,
+        compat_virtual.virtual_card(target, choices.choose, trace.on_code) as on_card,
         report.collect() as decisions,
+        choosing.no_measuring(),
+        choosing.force(ours),
         contextlib.ExitStack() as stack,
     ):
         trace.mode = on_card.mode
@@ -111,9 +115,14 @@ def compile_for(
             with on_card.mode, torch.set_grad_enabled(grad):
                 outputs = compiled(*fake_args)
                 trace.finish(outputs, wanted)
-        except _CannotFollow as e:
-            trace.stopped = str(e)
+        except (_CannotFollow, *compat_virtual.needs_data()) as e:
+            trace.stopped = str(e) or type(e).__name__
+        except Exception:
+            if choices.error is not None:
+                raise choices.error from None
+            raise
         choices.check_used()
+        _check_forced(ours, decisions)
         return GeneratedCode(
             card=target,
             graphs=trace.graphs,
@@ -275,6 +284,7 @@ class _Choices:
         self.force = force
         self.used: set[str] = set()
         self.seen: dict[str, list[str]] = {}
+        self.error: ValueError | None = None  # the compiler wraps what is raised inside it
 
     def choose(self, operation: str, choices: list[Any]) -> Any:
         names = [f"{c.name} {getattr(c, 'description', '')}".strip() for c in choices]
@@ -287,10 +297,11 @@ class _Choices:
         for choice, name in zip(choices, names, strict=True):
             if re.search(pattern, name):
                 return choice
-        raise ValueError(
+        self.error = ValueError(
             f"force[{operation!r}] expected to match a candidate out of "
             f"{[n.split()[0] for n in names]}, got {pattern!r}"
         )
+        raise self.error
 
     def check_used(self) -> None:
         for operation in self.force:
@@ -299,6 +310,17 @@ class _Choices:
                     f"force expected operations that were autotuned ({sorted(self.seen)}), "
                     f"got {operation!r}"
                 )
+
+
+def _check_forced(force: dict[str, str], decisions: list[report.Decision]) -> None:
+    for lowering, pattern in force.items():
+        sites = [d for d in decisions if d.lowering == lowering]
+        if any(d.source == "forced" and re.fullmatch(pattern, d.chosen) for d in sites):
+            continue
+        reasons = "; ".join(f"{d.sites}: {d.reason}" for d in sites) or "it looked at no site"
+        raise ValueError(
+            f"force[{lowering!r}] expected to decide a site with {pattern!r}, got none ({reasons})"
+        )
 
 
 class _Trace:

@@ -1,0 +1,129 @@
+"""The piece of graph a choice is about: the operation being lowered and what fuses behind it.
+
+In max-autotune modes every candidate is compiled with that whole region by the same lowering and code
+generation as the graph around it, checked against fp64, and timed by graph replay with cold L2. So
+the epilogue is part of the measurement and what wins is what is emitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from . import compat, measure
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Time of a candidate in us; None where it was not timed, and ``note`` says why."""
+
+    us: float | None
+    note: str = ""
+
+
+class _Upcast(torch.fx.Interpreter):
+    """Runs a region in fp64: casts between floating dtypes are skipped, products stay wide."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.prims.convert_element_type.default and args[1].is_floating_point:
+            return args[0]
+        if getattr(target, "_overloadname", "") == "dtype":
+            target, args = getattr(target.overloadpacket, "default"), args[:-1]
+        return super().call_function(target, args, kwargs)
+
+
+class Region:
+    """A static fx graph of ``nodes`` operations, with the sizes the outer graph was traced at."""
+
+    def __init__(self, gm: torch.fx.GraphModule, fakes: list[Any], device: torch.device) -> None:
+        self.gm, self.fakes, self.device = gm, fakes, device
+        self.nodes = sum(n.op == "call_function" for n in gm.graph.nodes) - 1
+
+    def compile(self) -> Callable[..., Any]:
+        """The region compiled under the choices forced around this call."""
+        return compat.compile_region(self.gm, self.fakes)
+
+    def compare(self, builders: Mapping[str, Callable[[], Callable[..., Any]]]) -> dict[str, Outcome]:
+        """Build, check and time every candidate; a wrong or failing one is never timed."""
+        inputs = [compat.random_like(f, self.device) for f in self.fakes]
+        with torch.no_grad(), compat.no_fake_mode():
+            eager = _list(torch.fx.Interpreter(self.gm).run(*inputs))
+            wide = [x.double() if x.is_floating_point() else x for x in inputs]
+            reference = _list(_Upcast(self.gm).run(*wide))
+        outcomes: dict[str, Outcome] = {}
+        calls: dict[str, Callable[..., Any]] = {}
+        for name, build in builders.items():
+            try:
+                call = build()
+                with compat.no_fake_mode():
+                    got = _list(call(*inputs))
+            except Exception as error:
+                outcomes[name] = Outcome(None, f"failed: {measure.one_line(error)}")
+                continue
+            wrong = self._wrong(got, reference, eager)
+            if wrong and name != "stock":
+                outcomes[name] = Outcome(None, f"wrong: {wrong}")
+            else:
+                calls[name] = call
+        with compat.no_fake_mode():
+            timings = measure.compare(calls, inputs) if calls else {}
+        for name, timing in timings.items():
+            outcomes[name] = (
+                Outcome(None, timing) if isinstance(timing, str) else Outcome(timing.us)
+            )
+        return {name: outcomes[name] for name in builders}
+
+    def _wrong(self, got: list[Any], reference: list[Any], eager: list[Any]) -> str:
+        tf32 = compat.float32_precision() == "tf32"
+        for g, r, e in zip(got, reference, eager, strict=True):
+            if not g.is_floating_point():
+                continue
+            verdict = measure.check(g, r.double(), e, tf32=tf32)
+            if not verdict.ok:
+                return verdict.reason
+        return ""
+
+
+def _list(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def extract(node: Any, *, epilogue: bool = True) -> Region:
+    """The region behind ``node`` as a static graph; inputs become placeholders in order of use."""
+    members = compat.pointwise_region(node) if epilogue else [node]
+    inside = set(members)
+    graph = torch.fx.Graph()
+    copies: dict[Any, Any] = {}
+    fakes: list[Any] = []
+
+    def outside(source: Any) -> Any:
+        value = source.meta["val"]
+        if isinstance(value, torch.SymInt):
+            return compat.hint(value.node.expr)
+        if not isinstance(value, torch.Tensor):
+            return value
+        copies[source] = graph.placeholder(f"in{len(fakes)}")
+        fakes.append(compat.static_fake(value))
+        return copies[source]
+
+    placeholders: dict[Any, Any] = {}
+    for member in members:
+        for source in member.all_input_nodes:
+            if source not in inside and source not in placeholders:
+                placeholders[source] = outside(source)
+
+    def argument(source: Any) -> Any:
+        return copies.get(source, placeholders.get(source))
+
+    for member in members:
+        args, kwargs = torch.fx.node.map_arg((member.args, member.kwargs), argument)
+        args, kwargs = compat.static_args(args), compat.static_args(kwargs)
+        copies[member] = graph.call_function(member.target, args, kwargs)
+    results = [m for m in members if any(u not in inside for u in m.users)]
+    graph.output(tuple(copies[r] for r in results))
+    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+    compat.propagate_fakes(gm, fakes)
+    return Region(gm, fakes, node.meta["val"].device)

@@ -1,0 +1,138 @@
+"""Tensors of a card that is not there: sizes, strides and a device, no data.
+
+They are FakeTensors on "cuda:0". In C++ autograd asks a tensor for its device to find a stream and a
+worker thread, which a torch without CUDA aborts on. So C++ (and only C++) is told "meta", which
+autograd runs in the calling thread; Python is told "cuda:0". Factory calls that C++ makes with such a
+tensor's options arrive as "meta" and are put back on the card, as are those of a program that asks
+for meta tensors. The same is done where a real card is present, so that the result is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inductor_ext.compat_virtual import CARD_DEVICE, MovedName, Patches, private
+
+_META = torch.device("meta")
+
+
+def patch_fake_tensors(patches: Patches) -> None:
+    fake_tensor = private("torch._subclasses.fake_tensor")
+    fake_cls = private("torch._subclasses.fake_tensor:FakeTensor")
+    fake_mode = private("torch._subclasses.fake_tensor:FakeTensorMode")
+    functional = private("torch._subclasses.functional_tensor:FunctionalTensor")
+    functional_mode = private("torch._subclasses.functional_tensor:FunctionalTensorMode")
+    device_query = torch.ops.prim.device.default
+    # Older versions touch the card when its first FakeTensor is made.
+    for name in ("init_gpu_context", "init_cuda_context"):
+        patches.set_if_there(fake_tensor, name, lambda *device: None)
+
+    def told_to_cpp(fake: Any) -> torch.device:
+        if fake.fake_mode.in_kernel_invocation or fake.fake_device.type == "cuda":
+            return _META
+        return fake.fake_device
+
+    handlers = private("torch._subclasses.fake_tensor:_DISPATCH_META_HANDLERS")
+    if device_query not in handlers:
+        raise MovedName(
+            f"inductor_ext.testing expected {fake_tensor.__name__}._DISPATCH_META_HANDLERS to answer "
+            f"prim.device in torch {torch.__version__}, got no such entry"
+        )
+    before = handlers[device_query]
+    patches.callback(handlers.__setitem__, device_query, before)
+    handlers[device_query] = lambda args: told_to_cpp(args[0])
+
+    dispatch = vars(fake_cls)["__torch_dispatch__"].__func__
+
+    def fake_dispatch(
+        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is device_query:
+            return told_to_cpp(args[0])
+        return dispatch(cls, func, types, args, kwargs or {})
+
+    patches.set(fake_cls, "__torch_dispatch__", classmethod(fake_dispatch))
+
+    def functional_device(self: Any) -> torch.device:
+        return torch._from_functional_tensor(self.elem).device
+
+    patches.set(functional, "device", property(functional_device))
+    # The other attributes that Python reads through C++.
+    for cls in (fake_cls, functional):
+        for kind in ("cpu", "cuda", "meta", "xpu", "mps"):
+            patches.set(cls, f"is_{kind}", property(_device_is(kind)))
+        patches.set(cls, "get_device", _get_device)
+
+    # torch.tensor(data, device="cuda") makes a real tensor there unless told that it cannot.
+    init = fake_mode.__init__
+
+    def fake_mode_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.avoid_device_init = True
+
+    patches.set(fake_mode, "__init__", fake_mode_init)
+    for mode in (fake_mode, functional_mode):
+        patches.set(mode, "__torch_dispatch__", _factories_on_card(mode.__torch_dispatch__))
+
+
+def _device_is(kind: str) -> Callable[[torch.Tensor], bool]:
+    return lambda tensor: tensor.device.type == kind
+
+
+def _get_device(tensor: torch.Tensor) -> int:
+    return -1 if tensor.device.type in ("cpu", "meta") else tensor.device.index or 0
+
+
+def _factories_on_card(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """A mode's dispatch that puts factory calls from C++, which carry "meta", on the card."""
+
+    @functools.wraps(dispatch)
+    def on_card(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and kwargs.get("device") == _META:
+            kwargs = {**kwargs, "device": CARD_DEVICE}
+        return dispatch(self, func, types, args, kwargs or {})
+
+    return on_card
+
+
+class CardTensors:
+    """Makes the FakeTensors of one virtual card and remembers what each stands for."""
+
+    def __init__(self) -> None:
+        self.mode = private("torch._subclasses.fake_tensor:FakeTensorMode")(
+            allow_non_fake_inputs=True
+        )
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._storages: dict[int, Any] = {}
+
+    def __call__(self, real: torch.Tensor) -> torch.Tensor:
+        """``real``'s dtype, sizes, strides, offset, aliasing and requires_grad, on the card.
+
+        A tensor whose shape a FakeTensor cannot take over (sparse, nested, a subclass) is refused.
+        """
+        if id(real) in self._made:
+            return self._made[id(real)][1]
+        no_dispatch = private("torch.utils._mode_utils:no_dispatch")
+        fake_cls = private("torch._subclasses.fake_tensor:FakeTensor")
+        storage = real.untyped_storage()
+        with no_dispatch():
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = torch.UntypedStorage(
+                    storage.nbytes(), device="meta"
+                )
+            meta = torch.empty(0, dtype=real.dtype, device="meta").set_(
+                self._storages[storage._cdata], real.storage_offset(), real.shape, real.stride()
+            )
+            fake = fake_cls(self.mode, meta, CARD_DEVICE)
+        fake.requires_grad_(real.requires_grad)
+        if isinstance(real, torch.nn.Parameter):
+            fake._is_param = True
+        for name, value in vars(real).items():
+            if name.startswith(("_dynamo_", "_specialize_on")):
+                setattr(fake, name, value)
+        self._made[id(real)] = (real, fake)
+        return fake
