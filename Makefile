@@ -32,9 +32,8 @@ test: venv  ## all tests that need no card
 	@$(PYTEST) -n $(JOBS) $(ARGS)
 
 lint: venv  ## format, lint rules and types, changing nothing
-	@$(RUN) -m ruff format --check
-	@$(RUN) -m ruff check
-	@$(RUN) -m mypy
+	@failed=0; for tool in "ruff format --check" "ruff check" "mypy"; do \
+		$(RUN) -m $$tool || failed=1; done; exit $$failed
 
 format: venv  ## put files into the format, mend what the linter can
 	@$(RUN) -m ruff check --fix-only -q

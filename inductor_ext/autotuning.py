@@ -1,3 +1,256 @@
-"""placeholder"""
-CustomOpConfig = None
-def register_custom_op_autotuning(*a, **k): raise NotImplementedError
+"""Custom-op autotuning: several implementations of one operation, the fastest right one emitted.
+
+Call-compatible with Inductor's ``register_custom_op_autotuning``, on every supported torch, without
+its limits: operations may have several outputs, candidates are timed by graph replay with cold L2
+together with the pointwise region that follows, each is checked against the default implementation
+before it may win, and the winner is inlined by the same code path that was measured. The default
+implementation is always a candidate, called ``stock``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import choosing, compat, registry
+
+
+class CustomOpConfig:
+    """One candidate: a decomposition of the operation and the parameters it is called with.
+
+    ``CustomOpConfig(fn, block=64)`` calls ``fn(*tensors, block=64, **runtime_kwargs)``; without a
+    function the operation itself is called with those parameters. ``config_patches`` are Inductor
+    config values in force while this candidate's kernels are generated (torch 2.12 and newer).
+    """
+
+    def __init__(
+        self,
+        decomposition: Callable[..., Any] | None = None,
+        config_patches: Mapping[str, Any] | None = None,
+        **params: Any,
+    ) -> None:
+        if decomposition is not None and not callable(decomposition):
+            raise TypeError(
+                f"expected a callable decomposition, got {type(decomposition).__name__}"
+            )
+        self.decomposition = decomposition
+        self.config_patches = dict(config_patches or {})
+        self.params = params
+
+
+@dataclasses.dataclass
+class _Registration:
+    op: Any
+    name: str
+    configs: Sequence[Any] | None
+    config_generator: Callable[[dict[str, torch.Tensor]], Sequence[Any]] | None
+    input_gen_fns: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+    min_speedup: float
+
+    def candidates_for(self, fakes: dict[str, torch.Tensor]) -> Sequence[Any]:
+        if self.configs is not None:
+            return self.configs
+        assert self.config_generator is not None
+        return _checked(self.config_generator(fakes), allow_empty=True)
+
+    def salt(self) -> str:
+        """Functions of the user's decide what is compiled; their text belongs to the cache key."""
+        parts = [self.name, str(self.op), str(self.min_speedup)]
+        functions = [self.config_generator] if self.config_generator else []
+        for config in self.configs or ():
+            functions.append(config.decomposition)
+            parts.append(repr((sorted(config.params.items()), sorted(config.config_patches.items()))))
+        for fn in functions:
+            if fn is not None:
+                parts.append(_text(fn))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _text(fn: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(inspect.getmodule(fn) or fn)
+    except (OSError, TypeError):
+        code = getattr(fn, "__code__", None)
+        return repr((code.co_code, code.co_consts, code.co_names)) if code else repr(fn)
+
+
+_registrations: dict[Any, _Registration] = {}
+_active = threading.local()
+
+
+def _checked(configs: Any, *, allow_empty: bool = False) -> Sequence[Any]:
+    if not isinstance(configs, (list, tuple)):
+        raise TypeError(f"expected configs as a list, got {type(configs).__name__}")
+    if not configs and not allow_empty:
+        raise ValueError("expected at least one config, got an empty list")
+    for config in configs:
+        if not all(hasattr(config, a) for a in ("decomposition", "config_patches", "params")):
+            raise TypeError(f"expected each config as a CustomOpConfig, got {type(config).__name__}")
+    return configs
+
+
+def register_custom_op_autotuning(
+    custom_op: Any,
+    configs: Sequence[Any] | None = None,
+    config_generator: Callable[[dict[str, torch.Tensor]], Sequence[Any]] | None = None,
+    name: str | None = None,
+    input_gen_fns: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    dispatch_on: Mapping[str, Any] | None = None,
+    split_points: Sequence[int] | None = None,
+    min_speedup_threshold: float = 1.0,
+    benchmark_with_cudagraphs: bool = True,
+) -> None:
+    """Let compiled code choose among implementations of ``custom_op``.
+
+    ``custom_op`` is a ``torch.library.custom_op`` or an aten ``OpOverload``. Give ``configs``
+    (``CustomOpConfig`` values, Inductor's own accepted) or ``config_generator``, which gets the
+    tensor arguments by schema name as fake tensors and returns configs. ``input_gen_fns`` maps
+    argument names to functions from a fake tensor to a tensor on the card used for measuring (default:
+    random). A candidate must beat stock by ``min_speedup_threshold``. Timing always replays CUDA
+    graphs, whatever ``benchmark_with_cudagraphs`` says. Registering an operation again replaces what
+    was registered. Measures on the first compile on a card, in every mode; on a virtual card the
+    choice is stock unless forced. Outputs are as deterministic as the chosen implementation.
+
+    Raises TypeError for a wrong kind of argument, ValueError for contradictory ones, and
+    NotImplementedError for ``dispatch_on``/``split_points``, which this version does not have.
+    """
+    op = getattr(custom_op, "_opoverload", custom_op)
+    if not isinstance(op, torch._ops.OpOverload):
+        raise TypeError(
+            f"expected a torch.library.custom_op or an OpOverload, got {type(custom_op).__name__}"
+        )
+    if (configs is None) == (config_generator is None):
+        raise ValueError("expected exactly one of configs and config_generator")
+    if dispatch_on is not None or split_points is not None:
+        raise NotImplementedError("dispatch_on and split_points are not available in this version")
+    if min_speedup_threshold < 1.0:
+        raise ValueError(f"expected min_speedup_threshold >= 1, got {min_speedup_threshold}")
+    arguments = [a.name for a in op._schema.arguments]
+    unknown = set(input_gen_fns or ()) - set(arguments)
+    if unknown:
+        raise ValueError(
+            f"expected input_gen_fns keys among {arguments}, got {', '.join(sorted(unknown))}"
+        )
+    entry = _Registration(
+        op,
+        name or f"{op._name}_autotuned",
+        None if configs is None else list(_checked(configs)),
+        config_generator,
+        dict(input_gen_fns or {}),
+        min_speedup_threshold,
+    )
+    known = op in _registrations
+    if known:
+        entry.name = _registrations[op].name
+    _registrations[op] = entry
+    if not known:
+        registry.register(
+            registry.Lowering(entry.name, {op: lambda *a, **k: _lower(op, *a, **k)}), first=True
+        )
+    registry.add_salt(f"custom_op {op}", entry.salt)
+
+
+@contextlib.contextmanager
+def _inside(op: Any) -> Iterator[None]:
+    """While a candidate of ``op`` is lowered, ``op`` within it means the default implementation."""
+    before = getattr(_active, "ops", frozenset())
+    _active.ops = before | {op}
+    try:
+        yield
+    finally:
+        _active.ops = before
+
+
+def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
+    if op in getattr(_active, "ops", frozenset()):
+        return None
+    entry = _registrations[op]
+    arguments = [a.name for a in op._schema.arguments]
+    bound = {**dict(zip(arguments, args, strict=False)), **kwargs}
+    tensors = {n: v for n, v in bound.items() if compat.is_tensor_ir(v)}
+    scalars = {n: v for n, v in bound.items() if n not in tensors}
+    sizes = " ".join(
+        "[" + ",".join(str(s) for s in t.get_size()) + "]" for t in tensors.values()
+    )
+    site = f"{op} {sizes}"
+    if not tensors:
+        return choosing.leave(entry.name, site, "the operation has no tensor input")
+    if any(compat.holds_tensor_ir(v) for v in scalars.values()):
+        return choosing.leave(entry.name, site, "an argument is a list of tensors")
+    for tensor in tensors.values():
+        compat.realize(tensor)
+    fakes = {n: compat.fake_of(t) for n, t in tensors.items()}
+    configs = entry.candidates_for(fakes)
+    if not configs:
+        return choosing.leave(entry.name, site, "the generator returned no config")
+    names: dict[str, Any] = {}
+    for config in configs:
+        names[_unique(_name(config), names)] = config
+    node = compat.current_node()
+
+    def emit(config: Any) -> Any:
+        return _inline(op, config, list(tensors.values()), list(fakes.values()), scalars, node)
+
+    candidates = [
+        choosing.Candidate(n, lambda config=config: emit(config)) for n, config in names.items()
+    ]
+    return choosing.choose(
+        entry.name,
+        site,
+        candidates,
+        lambda: (choosing.STOCK, "no card to measure on: the default implementation"),
+        key=f"{entry.salt()} {site} {compat.consumers_key()}",
+        measure=choosing.Measure(
+            always=True, threshold=entry.min_speedup, input_gen_fns=entry.input_gen_fns
+        ),
+    )
+
+
+def _name(config: Any) -> str:
+    fn = config.decomposition
+    label = getattr(fn, "__name__", "default") if fn is not None else "default"
+    settings = {**config.params, **config.config_patches}
+    return label + "".join(f"_{k}{v}" for k, v in settings.items())
+
+
+def _unique(name: str, taken: Mapping[str, Any]) -> str:
+    number = 2
+    unique = name
+    while unique in taken or unique == choosing.STOCK:
+        unique, number = f"{name}_{number}", number + 1
+    return unique
+
+
+def _inline(
+    op: Any, config: Any, tensors: list[Any], fakes: list[Any], scalars: dict[str, Any], node: Any
+) -> Any:
+    """Trace a candidate on fake tensors and lower it in place of the operation."""
+    fn = config.decomposition or op
+    settings = {**scalars, **config.params}
+    traced = compat.trace(lambda *inputs: fn(*inputs, **settings), fakes)
+    _same_outputs(traced.outputs, node.meta["val"])
+    with _inside(op):
+        return compat.inline(traced.gm, tensors, config.config_patches)
+
+
+def _same_outputs(got: Any, expected: Any) -> None:
+    """A candidate must return what the operation does: number, shapes and dtypes of outputs."""
+    got_list = list(got) if isinstance(got, (list, tuple)) else [got]
+    want = list(expected) if isinstance(expected, (list, tuple)) else [expected]
+
+    def show(tensors: list[Any]) -> str:
+        return ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors)
+
+    same = len(got_list) == len(want) and all(
+        g.dtype == w.dtype and tuple(g.shape) == tuple(w.shape)
+        for g, w in zip(got_list, want, strict=True)
+    )
+    if not same:
+        raise TypeError(f"expected outputs {show(want)}, got {show(got_list)}")

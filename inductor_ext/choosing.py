@@ -27,6 +27,16 @@ class Candidate:
     emit: Callable[[], Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """How a site is measured: outside max-autotune modes too, the speed-up over stock that a candidate
+    needs, and functions that make inputs by argument name."""
+
+    always: bool = False
+    threshold: float = 1.03  # a tie within the noise goes to stock: a rewrite must earn its place
+    input_gen_fns: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+
+
 _forced: dict[str, str] = {}
 _forced_here = threading.local()
 _lock = threading.Lock()
@@ -97,6 +107,7 @@ def choose(
     heuristic: Callable[[], tuple[str, str]],
     *,
     key: str = "",
+    measure: Measure = Measure(),  # noqa: B008  (frozen)
 ) -> Any:
     """Emit the chosen candidate at the site being lowered; None when that is stock.
 
@@ -112,9 +123,13 @@ def choose(
         reason = f"forced to {pattern}"
         if name == STOCK and not re.fullmatch(pattern, STOCK):
             reason += f", which matches none of {', '.join(by_name)}"
-    elif compat.wants_measurement() and not _never_measure and compat.on_real_card():
+    elif (
+        (measure.always or compat.wants_measurement())
+        and not _never_measure
+        and compat.on_real_card()
+    ):
         source = "measured"
-        name, reason, times = _measure(lowering, list(by_name), key)
+        name, reason, times = _measure(lowering, list(by_name), key, measure)
     else:
         source = "heuristic"
         name, reason = heuristic()
@@ -129,7 +144,7 @@ _measured: dict[str, tuple[str, str, tuple[report.CandidateTime, ...]]] = {}
 
 
 def _measure(
-    lowering: str, names: list[str], key: str
+    lowering: str, names: list[str], key: str, how: Measure
 ) -> tuple[str, str, tuple[report.CandidateTime, ...]]:
     """Time every candidate with the pointwise region that follows, by graph replay, cold L2."""
     if key and key in _measured:
@@ -143,7 +158,9 @@ def _measure(
         with _force_here(lowering, name), report.muted():
             return found.compile()
 
-    results = found.compare({name: lambda name=name: build(name) for name in [STOCK, *names]})
+    results = found.compare(
+        {name: lambda name=name: build(name) for name in [STOCK, *names]}, how.input_gen_fns
+    )
     for name, outcome in results.items():
         times.append(report.CandidateTime(name, outcome.us, outcome.note))
     timed = {t.name: t.us for t in times if t.us is not None}
@@ -151,8 +168,7 @@ def _measure(
         note = next(t.note for t in times if t.name == STOCK)
         return STOCK, f"stock could not be timed here ({note})", tuple(times)
     best = min(timed, key=lambda n: timed[n])
-    # A tie within the noise goes to stock: a rewrite must earn its place.
-    if timed[best] > 0.97 * timed[STOCK]:
+    if timed[best] * how.threshold > timed[STOCK]:
         best = STOCK
     reason = f"fastest of {len(timed)} timed with the {found.nodes} fused operations that follow"
     result = (best, reason, tuple(times))

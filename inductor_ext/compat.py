@@ -7,9 +7,10 @@ with the name that moved. Nothing here decides anything; it translates.
 from __future__ import annotations
 
 import functools
+import operator
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -256,6 +257,7 @@ def multiprocessors(device: torch.device) -> int:
 
 _POINTWISE_EXTRA = {torch.ops.prims.convert_element_type.default}
 _VIEWS = {
+    operator.getitem,
     torch.ops.aten.view.default,
     torch.ops.aten.reshape.default,
     torch.ops.aten.unsqueeze.default,
@@ -338,7 +340,7 @@ def consumers_key() -> str:
     parts = []
     for member in pointwise_region(node):
         value = member.meta.get("val")
-        parts.append(f"{member.target}:{getattr(value, 'dtype', '')}")
+        parts.append(f"{member.target}:{getattr(value, 'dtype', '')}:{member.args[1:]}")
     strides = [
         f"{tuple(s.meta['val'].shape)}/{s.meta['val'].stride()}"
         for s in node.all_input_nodes
@@ -473,6 +475,68 @@ class Template:
             **constants,
         )
         return caller.output_node()
+
+
+# --- tracing and inlining -------------------------------------------------------------------------
+
+
+def is_tensor_ir(x: Any) -> bool:
+    """Whether a lowering argument is a tensor."""
+    from torch._inductor import ir
+
+    return isinstance(x, ir.TensorBox)
+
+
+def holds_tensor_ir(x: Any) -> bool:
+    """Whether a lowering argument is a list or tuple with tensors in it."""
+    return isinstance(x, (list, tuple)) and any(is_tensor_ir(e) for e in x)
+
+
+def fake_of(x: Any) -> Any:
+    """The fake tensor of a realized IR tensor."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    with V.fake_mode:
+        return ir.ir_node_to_tensor(x)
+
+
+class Traced(NamedTuple):
+    """An fx graph of aten operations and the fake outputs it was traced to."""
+
+    gm: torch.fx.GraphModule
+    outputs: Any
+
+
+def trace(fn: Callable[..., Any], fakes: Sequence[Any]) -> Traced:
+    """Trace ``fn`` on fake tensors with the decompositions of the compile in progress."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with V.fake_mode:
+        gm = make_fx(fn, decomposition_table=select_decomp_table())(*fakes)
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    outputs = torch.fx.node.map_arg(output.args[0], lambda n: n.meta["val"])
+    return Traced(gm, outputs)
+
+
+def inline(gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
+    """Lower ``gm``'s nodes into the graph in progress; its results fuse like any other IR."""
+    from torch._inductor import config
+    from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+
+    if not patches:
+        return inline_subgraph_to_ir_nodes(gm, list(inputs), "inductor_ext")
+    before = len(graph().operations)
+    with config.patch(dict(patches)):
+        out = inline_subgraph_to_ir_nodes(gm, list(inputs), "inductor_ext")
+    operations = graph().operations[before:]
+    if any(not hasattr(op, "set_config_patches") for op in operations):
+        raise NotImplementedError("config_patches need torch 2.12 or newer")
+    for op in operations:
+        op.set_config_patches(dict(patches))
+    return out
 
 
 # --- nested compiles ------------------------------------------------------------------------------

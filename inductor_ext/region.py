@@ -38,21 +38,31 @@ class _Upcast(torch.fx.Interpreter):
 class Region:
     """A static fx graph of ``nodes`` operations, with the sizes the outer graph was traced at."""
 
-    def __init__(self, gm: torch.fx.GraphModule, fakes: list[Any], device: torch.device) -> None:
-        self.gm, self.fakes, self.device = gm, fakes, device
+    def __init__(
+        self, gm: torch.fx.GraphModule, fakes: list[Any], names: list[str], device: torch.device
+    ) -> None:
+        self.gm, self.fakes, self.names, self.device = gm, fakes, names, device
         self.nodes = sum(n.op == "call_function" for n in gm.graph.nodes) - 1
 
     def compile(self) -> Callable[..., Any]:
         """The region compiled under the choices forced around this call."""
         return compat.compile_region(self.gm, self.fakes)
 
-    def compare(self, builders: Mapping[str, Callable[[], Callable[..., Any]]]) -> dict[str, Outcome]:
+    def compare(
+        self,
+        builders: Mapping[str, Callable[[], Callable[..., Any]]],
+        input_gen_fns: Mapping[str, Callable[[Any], Any]],
+    ) -> dict[str, Outcome]:
         """Build, check and time every candidate; a wrong or failing one is never timed."""
-        inputs = [compat.random_like(f, self.device) for f in self.fakes]
+        inputs = [
+            input_gen_fns[name](fake)
+            if name in input_gen_fns
+            else compat.random_like(fake, self.device)
+            for name, fake in zip(self.names, self.fakes, strict=True)
+        ]
         with torch.no_grad(), compat.no_fake_mode():
             eager = _list(torch.fx.Interpreter(self.gm).run(*inputs))
-            wide = [x.double() if x.is_floating_point() else x for x in inputs]
-            reference = _list(_Upcast(self.gm).run(*wide))
+            reference = self._reference(inputs)
         outcomes: dict[str, Outcome] = {}
         calls: dict[str, Callable[..., Any]] = {}
         for name, build in builders.items():
@@ -76,14 +86,30 @@ class Region:
             )
         return {name: outcomes[name] for name in builders}
 
-    def _wrong(self, got: list[Any], reference: list[Any], eager: list[Any]) -> str:
+    def _reference(self, inputs: list[Any]) -> list[Any] | None:
+        """The region in fp64; None where an operation has no fp64 (a user's own kernel)."""
+        wide = [x.double() if x.is_floating_point() else x for x in inputs]
+        try:
+            return _list(_Upcast(self.gm).run(*wide))
+        except Exception:
+            return None
+
+    def _wrong(self, got: list[Any], reference: list[Any] | None, eager: list[Any]) -> str:
+        """Why the outputs are not those of the default implementation; empty when they are."""
         tf32 = compat.float32_precision() == "tf32"
-        for g, r, e in zip(got, reference, eager, strict=True):
-            if not g.is_floating_point():
-                continue
-            verdict = measure.check(g, r.double(), e, tf32=tf32)
-            if not verdict.ok:
-                return verdict.reason
+        for i, (g, e) in enumerate(zip(got, eager, strict=True)):
+            if reference is not None:
+                verdict = measure.check(g, reference[i].double(), e, tf32=tf32)
+                if not verdict.ok:
+                    return verdict.reason
+            elif g.shape != e.shape or g.dtype != e.dtype:
+                return f"{g.dtype} {tuple(g.shape)} where the default gives {e.dtype} {tuple(e.shape)}."
+            else:
+                # No wider reference exists: both may be off by rounding at the largest magnitude.
+                eps = torch.finfo(e.dtype).eps if e.is_floating_point() else 0.0
+                off = (g.double() - e.double()).abs().nan_to_num(torch.inf).max().item()
+                if not off <= 8 * eps * max(e.double().abs().max().item(), 1e-30):
+                    return f"largest difference {off:.3g} from the default implementation."
         return ""
 
 
@@ -98,6 +124,8 @@ def extract(node: Any, *, epilogue: bool = True) -> Region:
     graph = torch.fx.Graph()
     copies: dict[Any, Any] = {}
     fakes: list[Any] = []
+    names: list[str] = []
+    by_argument = _argument_names(node)
 
     def outside(source: Any) -> Any:
         value = source.meta["val"]
@@ -107,6 +135,7 @@ def extract(node: Any, *, epilogue: bool = True) -> Region:
             return value
         copies[source] = graph.placeholder(f"in{len(fakes)}")
         fakes.append(compat.static_fake(value))
+        names.append(by_argument.get(source, ""))
         return copies[source]
 
     placeholders: dict[Any, Any] = {}
@@ -126,4 +155,13 @@ def extract(node: Any, *, epilogue: bool = True) -> Region:
     graph.output(tuple(copies[r] for r in results))
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
     compat.propagate_fakes(gm, fakes)
-    return Region(gm, fakes, node.meta["val"].device)
+    return Region(gm, fakes, names, fakes[0].device)
+
+
+def _argument_names(node: Any) -> dict[Any, str]:
+    """fx node -> name of the argument of ``node``'s schema that it is."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    named = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+    return {value: name for name, value in named.items() if isinstance(value, torch.fx.Node)}

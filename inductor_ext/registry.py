@@ -47,8 +47,11 @@ _disabled: dict[str, str] = {
 }
 
 
-def register(lowering: Lowering) -> None:
-    """Add a lowering to Inductor. Raises ValueError when the name is taken."""
+def register(lowering: Lowering, *, first: bool = False) -> None:
+    """Add a lowering to Inductor, behind those of the same operation or ``first``.
+
+    Raises ValueError when the name is taken.
+    """
     with _lock:
         if lowering.name in _lowerings:
             raise ValueError(f"expected a new lowering name, got {lowering.name!r} a second time")
@@ -57,7 +60,7 @@ def register(lowering: Lowering) -> None:
             if op not in _wrapped:
                 _by_op[op] = []
                 _wrapped[op] = compat.wrap_lowering(op, functools.partial(_dispatch, op))
-            _by_op[op].append(lowering)
+            _by_op[op].insert(0 if first else len(_by_op[op]), lowering)
         for stage, apply in lowering.passes.items():
             compat.append_graph_pass(
                 stage, _GuardedPass(f"{lowering.name}_{stage}", lowering, apply)

@@ -9,13 +9,14 @@ for meta tensors. The same is done where a real card is present, so that the res
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from inductor_ext.compat_virtual import CARD_DEVICE, MovedName, Patches, private
+from inductor_ext.compat_virtual import CARD_DEVICE, MovedName, OnHost, Patches, private
 
 _META = torch.device("meta")
 
@@ -68,15 +69,21 @@ def patch_fake_tensors(patches: Patches) -> None:
         patches.set(cls, "get_device", _get_device)
 
     # torch.tensor(data, device="cuda") makes a real tensor there unless told that it cannot.
-    init = fake_mode.__init__
-
-    def fake_mode_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.avoid_device_init = True
-
-    patches.set(fake_mode, "__init__", fake_mode_init)
+    patches.set(fake_mode, "avoid_device_init", property(lambda mode: True))
+    # Tracing follows small constants with real tensors, which can only be on the host.
+    tracer = private("torch.fx.experimental.proxy_tensor")
+    patches.set(tracer, "unset_fake_temporarily", _on_host(tracer.unset_fake_temporarily))
     for mode in (fake_mode, functional_mode):
         patches.set(mode, "__torch_dispatch__", _factories_on_card(mode.__torch_dispatch__))
+
+
+def _on_host(unset: Callable[[], Any]) -> Callable[[], Any]:
+    @contextlib.contextmanager
+    def unset_on_host() -> Iterator[Any]:
+        with unset() as before, OnHost():
+            yield before
+
+    return unset_on_host
 
 
 def _device_is(kind: str) -> Callable[[torch.Tensor], bool]:
