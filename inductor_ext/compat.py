@@ -295,15 +295,15 @@ def _after(node: Any) -> Any:
 
 
 _ROW_REDUCTIONS = {
-    torch.ops.aten.amax.default,
-    torch.ops.aten.amin.default,
-    torch.ops.aten.sum.dim_IntList,
-    torch.ops.aten.mean.dim,
-    torch.ops.aten.var_mean.correction,
-    torch.ops.aten._softmax.default,
-    torch.ops.prims.prepare_softmax_online.default
-    if hasattr(torch.ops.prims, "prepare_softmax_online")
-    else None,
+    "aten.amax.default",
+    "aten.amin.default",
+    "aten.sum.dim_IntList",
+    "aten.mean.dim",
+    "aten.var_mean.correction",
+    "aten._softmax.default",
+    "aten._log_softmax.default",
+    "prims.prepare_softmax_online.default",
+    "prims.inductor_prepare_softmax_online.default",
 }
 
 
@@ -318,7 +318,7 @@ def feeds_row_reduction(limit: int = 8192) -> bool:
         return False
     region = set(pointwise_region(node))
     return any(
-        user.op == "call_function" and user.target in _ROW_REDUCTIONS and _over_last(user)
+        user.op == "call_function" and str(user.target) in _ROW_REDUCTIONS and _over_last(user)
         for member in region
         for user in member.users
     )

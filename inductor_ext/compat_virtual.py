@@ -82,7 +82,10 @@ class Patches(contextlib.ExitStack):
             own = before  # a slot or a module-level __getattr__
         setattr(owner, name, value)
         self.callback(
-            delattr if own is _MISSING else setattr, owner, name, *([] if own is _MISSING else [own])
+            delattr if own is _MISSING else setattr,
+            owner,
+            name,
+            *([] if own is _MISSING else [own]),
         )
         return before
 
@@ -331,7 +334,10 @@ def _patch_inductor(
             private(f"torch._inductor.{module}"), "_warn_tf32_disabled", lambda: None
         )
     # Constants are folded with real tensors, which can only be on the host.
-    for path in ("constant_folding:ConstantFolder", "fx_passes.joint_graph:UniformValueConstantFolder"):
+    for path in (
+        "constant_folding:ConstantFolder",
+        "fx_passes.joint_graph:UniformValueConstantFolder",
+    ):
         folder = private(f"torch._inductor.{path}")
         for name in ("_deduce_value", "_add_peephole_patterns"):
             if name in vars(folder):
@@ -343,8 +349,12 @@ def _patch_inductor(
     # deterministic.
     patches.set(private("torch._inductor.fx_passes.pad_mm"), "_should_pad", lambda *a, **k: False)
     benchmarker = private("torch._inductor.runtime.benchmarking:Benchmarker")
-    for name in ("benchmark", "benchmark_gpu", "benchmark_many_gpu"):
-        patches.set_if_there(benchmarker, name, _no_benchmark)
+    family = [benchmarker]
+    for cls in family:
+        family += cls.__subclasses__()
+        for name in ("benchmark", "benchmark_gpu", "benchmark_many_gpu"):
+            if name in vars(cls):
+                patches.set(cls, name, _no_benchmark)
 
 
 class OnHost(torch.utils._python_dispatch.TorchDispatchMode):
@@ -398,9 +408,11 @@ def output_strides(graph: Any) -> list[tuple[int, ...] | None]:
 
 def _hint(graph: Any, expr: Any) -> int:
     substituted = graph.sizevars.shape_env.replace(expr)
-    hints = graph.sizevars.shape_env.backed_var_to_val if hasattr(
-        graph.sizevars.shape_env, "backed_var_to_val"
-    ) else graph.sizevars.shape_env.var_to_val
+    hints = (
+        graph.sizevars.shape_env.backed_var_to_val
+        if hasattr(graph.sizevars.shape_env, "backed_var_to_val")
+        else graph.sizevars.shape_env.var_to_val
+    )
     return int(substituted.subs(hints) if hasattr(substituted, "subs") else substituted)
 
 
@@ -412,7 +424,9 @@ def virtual_device(card: Card) -> Iterator[Patches]:
     """
     global _active, _owner
     if _owner == threading.get_ident():
-        raise RuntimeError("inductor_ext.testing expected no open virtual card, got one inside another")
+        raise RuntimeError(
+            "inductor_ext.testing expected no open virtual card, got one inside another"
+        )
     with _LOCK, Patches() as patches:
         patches.callback(_restore_environment, dict(os.environ))
         _forget_device()

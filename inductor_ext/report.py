@@ -106,6 +106,21 @@ def muted() -> Iterator[None]:
         _muted.on = before
 
 
+def _times(decision: Decision, shown: int = 5) -> str:
+    """The times of a decision for a table cell: the fastest few and stock, then how many more."""
+    timed = sorted((c for c in decision.candidates if c.us is not None), key=lambda c: c.us or 0.0)
+    if not timed:
+        count = len(decision.candidates)
+        return f"{count} candidates, not timed" if count else "-"
+    lines = [f"{c.us:8.2f} {c.name}" for c in timed[:shown]]
+    lines += [f"{c.us:8.2f} {c.name}" for c in timed[shown:] if c.name == "stock"]
+    slower = len(timed) - len(lines)
+    lines += [f"         {slower} slower"] if slower else []
+    failed = [c for c in decision.candidates if c.us is None]
+    lines += [f"         {c.name}: {c.note}" for c in failed]
+    return "\n".join(lines)
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The decisions of one compile. ``print(report)`` shows a table, one row per site."""
@@ -121,19 +136,16 @@ class Report:
         if not self.decisions:
             return "inductor_ext: no site was looked at (nothing in this graph concerns an enabled lowering)"
         table = Table(title="inductor_ext decisions", title_justify="left")
+        wide = {"times (us)": 34}
         for name in ("lowering", "site", "chosen", "by", "times (us)", "speed-up", "why"):
-            table.add_column(name, overflow="fold")
+            table.add_column(name, overflow="fold", min_width=wide.get(name))
         for d in self.decisions:
-            timed = "\n".join(
-                f"{c.name} " + (f"{c.us:.2f}" if c.us is not None else f"({c.note or 'not timed'})")
-                for c in d.candidates
-            )
             table.add_row(
                 d.lowering,
                 d.sites,
                 d.chosen,
                 d.source or "-",
-                timed or "-",
+                _times(d),
                 f"{d.speedup:.2f}x" if d.speedup else "-",
                 d.reason,
             )

@@ -287,7 +287,10 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
     m, n, k, batch = _extremes(p)[0]
     device = p.a.get_device()
     pdl = config.pdl and compat.device_capability(device)[0] >= 9
-    found = tilings(m, n, k, batch, p.dtype.itemsize, compat.multiprocessors(device))[:6]
+    ranked = tilings(m, n, k, batch, p.dtype.itemsize, compat.multiprocessors(device))
+    found = ranked[:6]
+    # The unrolled sum loads every split by name: 64 of them are as many as a program should hold.
+    few = next((t for t in ranked if t.splits <= 64), None)
     out = []
     for tiling in found:
         if pdl:
@@ -302,11 +305,10 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
                 tiling.name, functools.partial(_emit, p, tiling, False, generated_sum=False)
             )
         )
-    for tiling in found[:1]:
+    if few is not None:
         out.append(
             choosing.Candidate(
-                f"{tiling.name}_rowwise",
-                functools.partial(_emit, p, tiling, pdl, generated_sum=True),
+                f"{few.name}_rowwise", functools.partial(_emit, p, few, pdl, generated_sum=True)
             )
         )
     if p.batch is None and compat.is_static(p.k) and not compat.ahead_of_time():
@@ -338,8 +340,8 @@ def _lower(op_name: str, p: Problem) -> Any:
     rowwise = compat.feeds_row_reduction()
 
     def heuristic() -> tuple[str, str]:
-        if rowwise:
-            pick = next(c.name for c in found if c.name.endswith("_rowwise"))
+        pick = next((c.name for c in found if c.name.endswith("_rowwise")), None)
+        if rowwise and pick is not None:
             return pick, "few output tiles, long K; the sum is fused into the row reduction"
         return found[0].name, "few output tiles, long K: one wave of programs along K"
 

@@ -49,9 +49,7 @@ def patch_fake_tensors(patches: Patches) -> None:
 
     dispatch = vars(fake_cls)["__torch_dispatch__"].__func__
 
-    def fake_dispatch(
-        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def fake_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is device_query:
             return told_to_cpp(args[0])
         return dispatch(cls, func, types, args, kwargs or {})

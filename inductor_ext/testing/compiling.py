@@ -406,9 +406,7 @@ class _Trace:
                 "compile_for expected an output that depends on a tensor that requires a gradient "
                 "for grad=True, got none"
             )
-        tangents = [
-            torch.empty(o.shape, dtype=o.dtype, device=o.device) for _, o in roots
-        ]
+        tangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for _, o in roots]
         gradients = torch.autograd.grad(
             [o for _, o in roots], [t for _, t in wanted], tangents, allow_unused=True
         )
@@ -424,9 +422,7 @@ def _symbolic_sizes(graph_input: Any) -> list[str]:
     return [str(s) for s in sizes()] if sizes is not None else []
 
 
-def _restride(
-    output: Any, stride: tuple[int, ...] | None, inputs: list[Any]
-) -> Any:
+def _restride(output: Any, stride: tuple[int, ...] | None, inputs: list[Any]) -> Any:
     """``output`` with the strides that the generated code gives it, which the trace cannot know."""
     if not isinstance(output, torch.Tensor) or stride is None or tuple(output.stride()) == stride:
         return output

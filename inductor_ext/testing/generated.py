@@ -196,9 +196,7 @@ def calls_of(source: str) -> list[str]:
     written to are listed where they are called.
     """
     module = _parsed(source)
-    functions = {
-        node.name: node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)
-    }
+    functions = {node.name: node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)}
     entry = functions.get("call")
     if entry is None:
         return []

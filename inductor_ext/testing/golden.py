@@ -84,7 +84,9 @@ def normalise(code_text: str) -> str:
     Buffers, arguments, temporaries and size symbols are numbered anew in order of appearance.
     """
     text = re.sub(r"\A.*?^async_compile = AsyncCompile\(\)$", "", code_text, flags=re.M | re.S)
-    text = re.sub(r"^(runner = Runner|def get_args|def benchmark_compiled).*\Z", "", text, flags=re.M | re.S)
+    text = re.sub(
+        r"^(runner = Runner|def get_args|def benchmark_compiled).*\Z", "", text, flags=re.M | re.S
+    )
     lines = [line.split("  # ")[0].rstrip() for line in text.splitlines()]
     lines = [line for line in lines if line and not _DROPPED.match(line)]
     numbers: dict[str, dict[str, int]] = {}

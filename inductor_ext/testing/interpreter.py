@@ -26,7 +26,9 @@ from inductor_ext.testing.tritonmath import patch_arithmetic
 
 
 def run_kernel_interpreted(
-    kernel: Any, grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]], *args: Any,
+    kernel: Any,
+    grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
+    *args: Any,
     **kwargs: Any,
 ) -> None:
     """Run a ``@triton.jit`` kernel on CPU tensors, as ``kernel[grid](*args, **kwargs)`` would.
@@ -114,16 +116,30 @@ class _Interpretation:
             definition.decorator_list = []
             tree = self.triton_interpreter.FunctionRewriter.ast_transformer.visit(tree)
             ast.fix_missing_locations(tree)
+            ast.increment_lineno(tree, fn.__code__.co_firstlineno - 1)
             names = {**vars(self.triton_interpreter), **fn.__globals__}
             cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
             names.update({name: cell.cell_contents for name, cell in cells})
+            names = {name: self._bound(value) for name, value in names.items()}
             exec(compile(tree, inspect.getsourcefile(fn) or "<kernel>", "exec"), names)
             self.rewritten[fn] = names[fn.__name__]
         return self.rewritten[fn]
 
-    def run(
-        self, kernel: Any, grid: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
+    def _bound(self, value: Any) -> Any:
+        """A builtin that a module imported by name, in the form its own module now has it."""
+        import triton.language as tl
+        from triton.language.extra import libdevice
+
+        if not isinstance(value, types.FunctionType):
+            return value
+        if tl.core.is_builtin(value):
+            semantic = self.triton_interpreter.interpreter_semantic
+            return functools.partial(value, _semantic=semantic)
+        if value.__module__ == libdevice.__name__:
+            return getattr(libdevice, value.__name__)
+        return value
+
+    def run(self, kernel: Any, grid: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         while not isinstance(kernel, types.FunctionType):  # autotuners, heuristics, jit
             kernel = kernel.fn
         signature = inspect.signature(kernel)
@@ -133,9 +149,7 @@ class _Interpretation:
         values = bound.arguments
         grid = grid(values) if callable(grid) else grid
         grid = (*(int(n) for n in grid), 1, 1)[:3]
-        constant = {
-            name for name, p in signature.parameters.items() if _is_constexpr(p.annotation)
-        }
+        constant = {name for name, p in signature.parameters.items() if _is_constexpr(p.annotation)}
         convert = self.triton_interpreter._implicit_cvt
         inputs = {n: v if n in constant else convert(v) for n, v in values.items()}
         function = self.rewrite(kernel)
@@ -239,9 +253,7 @@ class _Interpretation:
             joined = self._combine(
                 combine_fn, [d[0:even:2] for d in data], [d[1:even:2] for d in data], dtypes
             )
-            data = [
-                np.concatenate([j, d[even:]]) for j, d in zip(joined, data, strict=True)
-            ]
+            data = [np.concatenate([j, d[even:]]) for j, d in zip(joined, data, strict=True)]
         data = [d[0] for d in data]
         if getattr(keep_dims, "value", keep_dims):
             kept = [1] * len(shape) if axis is None else list(shape)
@@ -251,9 +263,7 @@ class _Interpretation:
         out = tuple(self._tensor(np.asarray(d), t) for d, t in zip(data, dtypes, strict=True))
         return out if isinstance(input, tuple) else out[0]
 
-    def _scan(
-        self, input: Any, axis: Any, combine_fn: Any, reverse: bool = False, **_: Any
-    ) -> Any:
+    def _scan(self, input: Any, axis: Any, combine_fn: Any, reverse: bool = False, **_: Any) -> Any:
         tensors = input if isinstance(input, tuple) else (input,)
         dtypes = [t.dtype for t in tensors]
         axis = int(getattr(axis, "value", axis))
@@ -266,9 +276,7 @@ class _Interpretation:
             # Blocks have power-of-two sizes, so the first ``step`` entries are combined for nothing.
             earlier = [np.concatenate([d[:step], d[:-step]]) for d in data]
             joined = self._combine(combine_fn, earlier, data, dtypes)
-            data = [
-                np.concatenate([d[:step], j[step:]]) for d, j in zip(data, joined, strict=True)
-            ]
+            data = [np.concatenate([d[:step], j[step:]]) for d, j in zip(data, joined, strict=True)]
             step *= 2
         if backwards:
             data = [np.flip(d, 0) for d in data]
@@ -333,7 +341,9 @@ def interpret_source(source: str, inputs: Sequence[Any], card: str = "h200") -> 
         return list(call(list(inputs)))
 
 
-def run_interpreted(code: Any, *args: Any, grad_outputs: Sequence[torch.Tensor] | None = None) -> Any:
+def run_interpreted(
+    code: Any, *args: Any, grad_outputs: Sequence[torch.Tensor] | None = None
+) -> Any:
     """Run the generated code of a whole function on CPU tensors and return its outputs.
 
     Args:

@@ -34,7 +34,9 @@ def replay(
         tensor = leaves[index] if index < len(leaves) else None
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
             got = tensor.device if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ValueError(f"run_interpreted expected a tensor on cpu as argument {index}, got {got}")
+            raise ValueError(
+                f"run_interpreted expected a tensor on cpu as argument {index}, got {got}"
+            )
         if tensor.dtype != ref.dtype or tensor.dim() != len(ref.size):
             raise ValueError(
                 f"run_interpreted expected argument {index} with {len(ref.size)} dimensions of "
@@ -113,6 +115,4 @@ def _inputs(call: GraphCall, sizes: list[list[str]], memory: _Memory) -> list[An
         if isinstance(value, torch.Tensor)
         for dim, symbol in enumerate(names)
     }
-    return [
-        symbols.get(v.symbol, v.number) if isinstance(v, Value) else v for v in values
-    ]
+    return [symbols.get(v.symbol, v.number) if isinstance(v, Value) else v for v in values]

@@ -23,6 +23,14 @@ _BITS = {
     "fp8e4b8": (torch.float8_e4m3fnuz, torch.uint8, np.uint8),
     "fp8e5b16": (torch.float8_e5m2fnuz, torch.uint8, np.uint8),
 }
+# What ``triton.language`` calls them.
+_LANGUAGE_NAMES = {
+    "bf16": "bfloat16",
+    "fp8e4nv": "float8e4nv",
+    "fp8e5": "float8e5",
+    "fp8e4b8": "float8e4b8",
+    "fp8e5b16": "float8e5b16",
+}
 
 
 def _coded(dtype: Any) -> bool:
@@ -113,6 +121,12 @@ def patch_arithmetic(patches: Patches) -> None:
         values = [decode(a.data, a.dtype) for a in args]
         return handle(encode(call_libdevice(symbol, values), ret_type), ret_type.scalar)
 
+    def constant(name: str) -> Callable[[Any, float], Any]:
+        dtype = private(f"triton.language:{_LANGUAGE_NAMES[name]}")
+        return lambda self, value: handle(encode(np.array([value], np.float64), dtype), dtype)
+
+    for name in _BITS:
+        patches.set(builder, f"get_{name}", constant(name), create=True)
     for name, function in {
         "cast_impl": cast,
         "create_fp_to_fp": fp_to_fp,
