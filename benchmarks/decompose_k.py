@@ -299,8 +299,8 @@ def measure_case(
 
     torch._dynamo.reset()
     ceilings = measure.ceilings()
-    moved = ceilings.copy_floor_us(case.bytes)
-    computed = ceilings.flop_floor_us(case.flops, getattr(torch, case.dtype))
+    moved = case.bytes / ceilings.copy
+    computed = case.flops / ceilings.flops(getattr(torch, case.dtype))
     row: dict[str, Any] = {f.name: getattr(case, f.name) for f in dataclasses.fields(case)}
     row |= {"case": case.name, "bytes": case.bytes, "flops": case.flops}
     row |= {"floor_us": max(moved, computed)}

@@ -361,14 +361,13 @@ def realize(x: Any) -> Any:
     return node
 
 
-def contiguous(x: Any) -> Any:
-    """``x`` if its innermost stride is 1 in one of the last two dimensions, else a copy."""
+def is_graph_input(x: Any) -> bool:
+    """Whether a realized tensor is, or is a view of, an input or constant of the graph."""
     from torch._inductor import ir
 
-    stride = x.get_stride()
-    if any(is_static(s) and int(s) == 1 for s in stride[-2:]):
-        return x
-    return realize(ir.ExternKernel.copy_input(x))
+    while not isinstance(x, ir.Buffer):
+        x = x.data
+    return isinstance(x, (ir.InputBuffer, ir.ConstantBuffer))
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:

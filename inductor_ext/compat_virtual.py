@@ -1,8 +1,8 @@
 """The test kit's half of ``compat.py``: a CUDA card that is not there.
 
 Every name of ``torch._inductor``, ``torch._dynamo``, ``torch._subclasses`` and ``triton.runtime``
-that ``inductor_ext.testing`` needs and that is not public is reached through ``private`` and changed
-through ``Patches``, both defined here, which name what a torch release moved.
+that ``inductor_ext.testing`` needs and that is not public is reached through ``private`` and
+changed through ``Patches``, both defined here, which name what a torch release moved.
 
 How the card is made to seem there:
 
@@ -75,8 +75,8 @@ class Patches(contextlib.ExitStack):
         before = getattr(owner, name, _MISSING)
         if before is _MISSING and not create:
             raise MovedName(
-                f"inductor_ext.testing expected {getattr(owner, '__name__', owner)}.{name} in torch "
-                f"{torch.__version__}, got no such name"
+                f"inductor_ext.testing expected {getattr(owner, '__name__', owner)}.{name} in "
+                f"torch {torch.__version__}, got no such name"
             )
         if own is _MISSING and before is not _MISSING and not isinstance(owner, type):
             own = before  # a slot or a module-level __getattr__
@@ -107,7 +107,7 @@ class Patches(contextlib.ExitStack):
         owner.update(entries)
 
 
-# ---------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # the device
 
 
@@ -284,7 +284,7 @@ def _no_benchmark(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-# ---------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # the compiler
 
 
@@ -466,7 +466,7 @@ def virtual_card(
                 fx_graph_cache=False,
                 fx_graph_remote_cache=False,
                 compile_threads=1,
-                benchmark_epilogue_fusion=False,
+                **{_fusion_benchmark(inductor): False},
             )
         )
         patches.enter_context(functorch.patch(enable_autograd_cache=False))
@@ -476,13 +476,19 @@ def virtual_card(
         yield CardTensors()
 
 
+def _fusion_benchmark(inductor: Any) -> str:
+    """The option that times a template with and without its epilogue, by its current name."""
+    names = ("benchmark_template_fusion", "benchmark_epilogue_fusion")
+    return next(name for name in names if hasattr(inductor, name))
+
+
 def _restore_environment(before: dict[str, str]) -> None:
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
 
 
-# ---------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # generated kernels
 
 

@@ -13,11 +13,13 @@ Times are microseconds. Imports torch only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,9 +29,10 @@ from torch.utils import _pytree as pytree
 Call = Callable[..., Any]
 Inputs = tuple[Any, ...]
 
-_WARMUP = 3  # calls before a capture: lazy module loads and autotuning are illegal inside it
-_LEAD_CYCLES = 400_000  # about 0.2 ms of spinning: the host enqueues the replay behind it
-_REPLAY_US = 1000.0  # what one replay should last, so that its start-up (a few us) does not count
+_WARMUP = 2  # calls before a capture: lazy module loads and autotuning are illegal inside it
+_LEAD_CYCLES = 400_000  # about 0.2 ms of spinning in front of a replay, and per call:
+_LEAD_CYCLES_PER_CALL = 20_000  # the host enqueues about one node in 2 us, slower than they run
+_REPLAY_US = 500.0  # what one replay should last, so that its start-up (a few us) does not count
 _COLD = 2.5  # the input sets together exceed the L2 this many times
 _MAX_SETS = 512
 _MAX_CLONED_BYTES = 8 << 30
@@ -154,26 +157,60 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def _synchronizes(run: Callable[[], Any]) -> bool:
+    """Whether ``run`` waits for the card. Asked before a capture, which waiting would break."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")  # not "error": the mode holds for other threads too
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return any("synchronizing CUDA operation" in str(w.message) for w in caught)
+
+
+_abandoned: list[torch.cuda.CUDAGraph] = []
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Take back what a broken capture leaves behind.
+
+    Where ending a capture raises, torch 2.11 leaves its allocator recording, and the next release of
+    cached memory anywhere in the process fails. The allocators may still ask the graph: keep it.
+    """
+    _abandoned.append(graph)
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # later versions have ended it themselves
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+
+
 def _capture(body: Callable[[], Any], warm: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Run ``warm`` on the capture stream, capture ``body``, replay it once; body's result too."""
     current = torch.cuda.current_stream()
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(current)
-    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        warm()
+        if _synchronizes(warm):
+            raise RuntimeError("The call waits for the card, which no CUDA graph can hold.")
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     failure: Exception | None = None
     result = None
-    # The outer context restores the stream when ending a broken capture raises inside torch.
-    with torch.cuda.stream(current):
-        try:
-            with torch.cuda.stream(stream):
-                warm()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                try:
-                    result = body()
-                except Exception as error:  # the cause, not what ending the capture says of it
-                    failure = error
-        except Exception as error:
-            failure = failure or error
+    try:
+        # The outer context restores the stream where ending a broken capture raises inside torch.
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+        ):
+            try:
+                result = body()
+            except Exception as error:  # the cause, not what ending the capture says of it
+                failure = error
+    except Exception as error:
+        failure = failure or error
+        _abandon(graph, pool)
     if failure is not None:
         raise failure
     graph.replay()
@@ -251,7 +288,7 @@ def replay_us(captured: Captured) -> float:
     """Time of one replay over the number of its calls, in us."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(_LEAD_CYCLES)
+    torch.cuda._sleep(_LEAD_CYCLES + _LEAD_CYCLES_PER_CALL * captured.calls)
     start.record()
     captured.graph.replay()
     end.record()
@@ -436,13 +473,9 @@ class Ceilings:
     half: float
     single: float
 
-    def copy_floor_us(self, nbytes: float) -> float:
-        """Time to move ``nbytes`` at the speed of a large copy."""
-        return nbytes / self.copy
-
-    def flop_floor_us(self, flops: float, dtype: torch.dtype) -> float:
-        """Time of ``flops`` at the speed of a large matmul: fp32, or bf16 for 16-bit dtypes."""
-        return flops / (self.single if dtype == torch.float32 else self.half)
+    def flops(self, dtype: torch.dtype) -> float:
+        """The rate of a large matmul, in flops per us: fp32, or bf16 for 16-bit dtypes."""
+        return self.single if dtype == torch.float32 else self.half
 
 
 def _large_us(call: Callable[[], Any]) -> float:
@@ -450,7 +483,7 @@ def _large_us(call: Callable[[], Any]) -> float:
     for _ in range(13):
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_LEAD_CYCLES)
+        torch.cuda._sleep(_LEAD_CYCLES + _LEAD_CYCLES_PER_CALL * captured.calls)
         start.record()
         call()
         end.record()
@@ -482,4 +515,4 @@ def ceilings() -> Ceilings:
 
 def copy_floor_us(nbytes: float) -> float:
     """Least time in us to move ``nbytes`` (read plus written) on this card."""
-    return ceilings().copy_floor_us(nbytes)
+    return nbytes / ceilings().copy

@@ -136,15 +136,16 @@ class Report:
         if not self.decisions:
             return "inductor_ext: no site was looked at (nothing in this graph concerns an enabled lowering)"
         table = Table(title="inductor_ext decisions", title_justify="left")
-        wide = {"times (us)": 34}
-        for name in ("lowering", "site", "chosen", "by", "times (us)", "speed-up", "why"):
-            table.add_column(name, overflow="fold", min_width=wide.get(name))
+        any_timed = any(c.us is not None for d in self.decisions for c in d.candidates)
+        table.add_column("site", width=32)
+        table.add_column("chosen", width=31, overflow="fold")
+        table.add_column("times (us)", width=34 if any_timed else 13)
+        table.add_column("speed-up")
+        table.add_column("why", overflow="fold")
         for d in self.decisions:
             table.add_row(
-                d.lowering,
-                d.sites,
-                d.chosen,
-                d.source or "-",
+                f"{d.lowering}\n{d.sites}",
+                f"{d.chosen}\nby {d.source}" if d.source else d.chosen,
                 _times(d),
                 f"{d.speedup:.2f}x" if d.speedup else "-",
                 d.reason,

@@ -110,10 +110,9 @@ def _tiling(m: int, n: int, k: int, batch: int, itemsize: int, shape: tuple[int,
     tiles_k = per_split // block_k
     splits = -(-k // per_split)
     rblock = _pow2(splits)
-    if area <= 512:
-        num_warps = 2 if area <= 256 or tiles_k > 1 else 4
-    else:
-        num_warps = 4
+    # A pipelined small tile is bound by latency, and fewer warps leave more programs per SM.
+    small = area <= 256 or (tiles_k > 1 and area <= (512 if itemsize == 4 else 1024))
+    num_warps = 2 if small else 4
     if numel >= 256 * 256:
         xblock = 256 if rblock <= 16 else 128
     else:
@@ -219,6 +218,29 @@ def _extremes(p: Problem) -> list[tuple[int, int, int, int]]:
     return [here] if here == ends else [here, ends]  # type: ignore[list-item]
 
 
+def _prefetch(p: Problem, b: Any, tiling: Tiling, k_split: int) -> tuple[str, int]:
+    """How B is fetched into L2 while the predecessor still runs: "rows", "columns" or not at all.
+
+    Only for an operand this graph does not compute (weights), read by one row of tiles, with pieces
+    of 16 bytes' alignment: bulk prefetches of many small pieces cost more than they bring.
+    """
+    stride = b.get_stride()
+    if (
+        p.batch is not None
+        or not k_split
+        or not compat.is_graph_input(b)
+        or not all(compat.is_static(s) for s in (p.m, p.n, *stride, b.get_layout().offset))
+        or int(p.m) > tiling.block_m
+        or int(b.get_layout().offset) * p.dtype.itemsize % 16
+    ):
+        return "", 1
+    if tiling.block_n >= int(p.n) and [int(s) for s in stride] == [int(p.n), 1]:
+        return "rows", _pow2(-(-k_split // 64))
+    if int(stride[0]) == 1 and int(stride[1]) * p.dtype.itemsize % 16 == 0:
+        return "columns", tiling.block_n
+    return "", 1
+
+
 def _emit(p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool) -> Any:
     """IR of C from our partial-product kernel and a sum over the splits."""
     a, b = compat.realize(p.a), compat.realize(p.b)
@@ -228,6 +250,7 @@ def _emit(p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool) -> Any:
     index = "tl.int64" if wide else "tl.int32"
     static_k = compat.is_static(p.k)
     k_split = _split_size(int(p.k), tiling.splits, tiling.block_k) if static_k else 0
+    prefetch, pieces = _prefetch(p, b, tiling, k_split) if pdl else ("", 1)
     partials = PARTIAL.emit(
         [a, b],
         [tiling.splits, *p.out_size],
@@ -246,6 +269,9 @@ def _emit(p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool) -> Any:
         PRECISION=f"'{compat.float32_precision() if p.dtype is torch.float32 else 'tf32'}'",
         INDEX=index,
         PDL=pdl,
+        PREFETCH_ROWS=prefetch == "rows",
+        PREFETCH_COLUMNS=prefetch == "columns",
+        PIECES=pieces,
     )
     if generated_sum:
         return compat.sum_unrolled(partials, p.out_dtype)

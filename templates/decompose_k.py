@@ -9,7 +9,8 @@ bias, activation, residual and casts onto that store. No atomics: the same bits 
 Programmatic dependent launch (PDL): both kernels let their successor start early and wait for their
 predecessor before the first load of anything it may have written, and before the first store to
 memory it may still be reading. The wait is unconditional in every program, so "my predecessor has
-finished" carries over a chain of such kernels.
+finished" carries over a chain of such kernels. Before the wait only a prefetch into L2 is allowed:
+L2 is where all SMs meet, so a line fetched too early is updated, never stale.
 """
 
 PARTIAL = r"""
@@ -38,6 +39,31 @@ PARTIAL = r"""
     idx_b = tl.program_id(2).to(INDEX)
     A += idx_b * {{stride("A", 0)}}
     B += idx_b * {{stride("B", 0)}}
+{% endif %}
+{% if PREFETCH_ROWS or PREFETCH_COLUMNS %}
+{# Each program asks for its part of B: pieces of 64 contiguous rows, or one run per column. Threads
+   beyond the number of pieces hold copies and stay out. #}
+{% if PREFETCH_ROWS %}
+    piece = tl.arange(0, PIECES)
+    first = k_first + piece * 64
+    wanted = (piece * 64 < k_split) & (first + 64 <= K)
+    start = B + first * N
+    nbytes = 64 * N * B.dtype.element_ty.primitive_bitwidth // 8
+{% else %}
+    piece = tl.arange(0, PIECES)
+    wanted = (rn < N) & (k_first + k_split <= K)
+    start = B + rn * {{stride("B", -1)}} + k_first
+    nbytes = k_split * B.dtype.element_ty.primitive_bitwidth // 8
+{% endif %}
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $3;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [start, tl.zeros((PIECES,), tl.int32) + nbytes, tl.where(wanted, PIECES, 0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 {% endif %}
 {% if PDL %}
     tl.extra.cuda.gdc_wait()

@@ -10,17 +10,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from inductor_ext.testing.binaries import KernelBinary
-    from inductor_ext.testing.cards import CARDS, Card
-    from inductor_ext.testing.compiling import compile_for
-    from inductor_ext.testing.generated import GeneratedCode, Kernel
-    from inductor_ext.testing.golden import assert_golden, normalise, outline
-    from inductor_ext.testing.interpreter import (
-        interpret_source,
-        run_interpreted,
-        run_kernel_interpreted,
-    )
+if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported on first use
+    from inductor_ext.testing.binaries import KernelBinary as KernelBinary
+    from inductor_ext.testing.cards import CARDS as CARDS
+    from inductor_ext.testing.cards import Card as Card
+    from inductor_ext.testing.compiling import compile_for as compile_for
+    from inductor_ext.testing.generated import GeneratedCode as GeneratedCode
+    from inductor_ext.testing.generated import Kernel as Kernel
+    from inductor_ext.testing.golden import assert_golden as assert_golden
+    from inductor_ext.testing.golden import normalise as normalise
+    from inductor_ext.testing.golden import outline as outline
+    from inductor_ext.testing.interpreter import interpret_source as interpret_source
+    from inductor_ext.testing.interpreter import run_interpreted as run_interpreted
+    from inductor_ext.testing.interpreter import run_kernel_interpreted as run_kernel_interpreted
 
 _HOME = {
     "CARDS": "cards",
@@ -37,7 +39,7 @@ _HOME = {
     "run_kernel_interpreted": "interpreter",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

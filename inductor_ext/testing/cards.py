@@ -1,7 +1,7 @@
 """The virtual cards: what Inductor and Triton ask a device, from the vendors' data sheets.
 
-Sources: NVIDIA H100, H200, A100 and B200 data sheets and architecture whitepapers; the per-block and
-per-multiprocessor limits are those of the CUDA C++ Programming Guide's table of compute
+Sources: NVIDIA H100, H200, A100 and B200 data sheets and architecture whitepapers; the per-block
+and per-multiprocessor limits are those of the CUDA C++ Programming Guide's table of compute
 capabilities. ``total_memory`` is what the driver reports, a little under the marketed size.
 """
 
@@ -17,8 +17,8 @@ KIB = 1 << 10
 class Card:
     """One virtual card. Sizes in bytes, clock rates in kHz, bus width in bits.
 
-    The attribute names from ``name`` on are those of ``torch.cuda.get_device_properties()``, so that
-    a ``Card`` can stand in for the properties object.
+    The attribute names from ``name`` on are those of ``torch.cuda.get_device_properties()``, so
+    that a ``Card`` can stand in for the properties object.
     """
 
     key: str

@@ -1,10 +1,11 @@
 """Tensors of a card that is not there: sizes, strides and a device, no data.
 
-They are FakeTensors on "cuda:0". In C++ autograd asks a tensor for its device to find a stream and a
-worker thread, which a torch without CUDA aborts on. So C++ (and only C++) is told "meta", which
-autograd runs in the calling thread; Python is told "cuda:0". Factory calls that C++ makes with such a
-tensor's options arrive as "meta" and are put back on the card, as are those of a program that asks
-for meta tensors. The same is done where a real card is present, so that the result is the same.
+They are FakeTensors on "cuda:0". In C++ autograd asks a tensor for its device to find a stream and
+a worker thread, which a torch without CUDA aborts on. So C++ (and only C++) is told "meta", which
+autograd runs in the calling thread; Python is told "cuda:0". Factory calls that C++ makes with such
+a tensor's options arrive as "meta" and are put back on the card, as are those of a program that
+asks for meta tensors. The same is done where a real card is present, so that the result is the
+same.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def patch_fake_tensors(patches: Patches) -> None:
     handlers = private("torch._subclasses.fake_tensor:_DISPATCH_META_HANDLERS")
     if device_query not in handlers:
         raise MovedName(
-            f"inductor_ext.testing expected {fake_tensor.__name__}._DISPATCH_META_HANDLERS to answer "
-            f"prim.device in torch {torch.__version__}, got no such entry"
+            f"inductor_ext.testing expected {fake_tensor.__name__}._DISPATCH_META_HANDLERS to "
+            f"answer prim.device in torch {torch.__version__}, got no such entry"
         )
     before = handlers[device_query]
     patches.callback(handlers.__setitem__, device_query, before)

@@ -45,9 +45,9 @@ def compile_for(
     included, but no kernel is loaded or launched: the compiled function is followed on tensors
     without data, so that code after a graph break is compiled too. Works on a torch built without
     CUDA, and gives the same code where a GPU is present. Torch's state (``torch.cuda``, Dynamo and
-    Inductor configuration, Triton's driver, the environment) is as before when it returns or raises;
-    Dynamo's caches are emptied, so functions compiled earlier are compiled again at their next call.
-    One call runs at a time; others wait.
+    Inductor configuration, Triton's driver, the environment) is as before when it returns or
+    raises; Dynamo's caches are emptied, so functions compiled earlier are compiled again at their
+    next call. One call runs at a time; others wait.
 
     Args:
         card: "a100", "h100", "h200" or "b200".
@@ -59,8 +59,8 @@ def compile_for(
         grad: compile for training. The backward is generated for contiguous gradients of all
             floating-point outputs. False compiles under ``torch.no_grad()``.
         dynamic: as for torch.compile; or ``{argument: {dimension: range}}``, ``range`` being a
-            ``torch.export.Dim``, a ``(min, max)`` pair or None (any size). Dimensions already marked
-            with ``torch._dynamo.mark_dynamic`` stay marked.
+            ``torch.export.Dim``, a ``(min, max)`` pair or None (any size). Dimensions already
+            marked with ``torch._dynamo.mark_dynamic`` stay marked.
         mode: as for torch.compile. In the max-autotune modes nothing can be timed: each operation
             takes its first external candidate (the stock library call) unless forced.
         options: Inductor configuration, as for torch.compile, on top of ``mode``.
@@ -111,11 +111,12 @@ def compile_for(
             stack.callback(put, real)
         wanted = _to_differentiate(trace, leaves, captured, on_card) if grad else []
         compiled = torch.compile(fn, dynamic=shape_mode, options=settings or None)
+        needs_data: tuple[type[BaseException], ...] = compat_virtual.needs_data()
         try:
             with on_card.mode, torch.set_grad_enabled(grad):
                 outputs = compiled(*fake_args)
                 trace.finish(outputs, wanted)
-        except (_CannotFollow, *compat_virtual.needs_data()) as e:
+        except (_CannotFollow, *needs_data) as e:
             trace.stopped = str(e) or type(e).__name__
         except Exception:
             if choices.error is not None:
@@ -178,7 +179,7 @@ def _mark_dynamic(
     return None
 
 
-# ---------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # the tensors that a function brings along
 
 Put = Callable[[torch.Tensor], None]
@@ -273,7 +274,7 @@ def _to_differentiate(
     return sorted(wanted.values(), key=lambda pair: order.index(id(pair[1])))
 
 
-# ---------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # what happens while the compiled function is followed
 
 

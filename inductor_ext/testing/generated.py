@@ -63,9 +63,9 @@ class GraphCall:
 class Program:
     """How the generated graphs make up the function: what ``run_interpreted`` follows.
 
-    ``args`` and ``captured`` (parameters, buffers, tensors of closures: name, tensor, ref) say where
-    graph inputs come from, ``tangents`` the gradients of ``output_refs[i] for i in tangent_of``,
-    ``grad_refs`` the gradient of each of ``grad_names``.
+    ``args`` and ``captured`` (parameters, buffers, tensors of closures: name, tensor, ref) say
+    where graph inputs come from, ``tangents`` the gradients of ``output_refs[i] for i in
+    tangent_of``, ``grad_refs`` the gradient of each of ``grad_names``.
     """
 
     calls: list[GraphCall] = dataclasses.field(default_factory=list)
@@ -85,10 +85,10 @@ class Program:
 class GeneratedCode:
     """The programs Inductor wrote for one function on one virtual card.
 
-    ``graphs`` are the generated Python modules in the order they were compiled, ``graph_kinds`` says
-    which is an "inference", "forward" or "backward" one. ``stopped`` is "" or one sentence on why
-    the function could not be followed to its end on tensors without data (what was generated up to
-    there is complete); ``autotuned`` maps each autotuned operation to the names it chose from.
+    ``graphs`` are the generated Python modules in the order they were compiled, ``graph_kinds``
+    says which is an "inference", "forward" or "backward" one. ``stopped`` is "" or one sentence on
+    why the function could not be followed to its end on tensors without data (what was generated up
+    to there is complete); ``autotuned`` maps each autotuned operation to the names it chose from.
     """
 
     card: Card

@@ -2,10 +2,11 @@
 
 ``outline`` says what a program does in a few lines: its library calls and kernels in order, what
 each kernel fuses and how often it loads and stores. That is what goldens hold: whole kernels differ
-between torch versions for no reason of ours. ``normalise`` is for the rare test that needs the text.
+between torch versions for no reason of ours. ``normalise`` is for the rare test that needs the
+text.
 
-A golden is made with torch {GOLDEN_TORCH}. Where another version's text differs, that version has its
-own file beside it. ``make goldens`` (``EXPECTTEST_ACCEPT=1``) writes them.
+A golden is made with torch {GOLDEN_TORCH}. Where another version's text differs, that version has
+its own file beside it. ``make goldens`` (``EXPECTTEST_ACCEPT=1``) writes them.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _ACCESSES = {"loads": r"\btl\.load\(", "stores": r"\btl\.store\(", "atomics": r"
 def outline(code: GeneratedCode) -> str:
     """What the generated programs do, a line per kernel launch or library call.
 
-    ``inference`` (or ``forward``, ``backward``) heads each graph. A kernel's line gives its kind, the
-    operators it was made from and how many loads and stores its text has (not for templates and
+    ``inference`` (or ``forward``, ``backward``) heads each graph. A kernel's line gives its kind,
+    the operators it was made from and how many loads and stores its text has (not for templates and
     kernels that were written by hand: their text is theirs).
     """
-    lines = []
+    lines: list[str] = []
     for source, graph_kind in zip(code.graphs, code.graph_kinds, strict=True):
         lines.append(graph_kind)
         kernels = {kernel.name: kernel for kernel in kernels_of(source)}
@@ -84,6 +85,10 @@ def normalise(code_text: str) -> str:
     Buffers, arguments, temporaries and size symbols are numbered anew in order of appearance.
     """
     text = re.sub(r"\A.*?^async_compile = AsyncCompile\(\)$", "", code_text, flags=re.M | re.S)
+    text = re.sub(r"^empty_strided_p2p = .*?(?=^\w+ = async_compile)", "", text, flags=re.M | re.S)
+    text = re.sub(
+        r"^async_compile\.wait.*?(?=^    def call|^def call)", "", text, flags=re.M | re.S
+    )
     text = re.sub(
         r"^(runner = Runner|def get_args|def benchmark_compiled).*\Z", "", text, flags=re.M | re.S
     )

@@ -38,8 +38,8 @@ def run_kernel_interpreted(
     assembly yields zeros, and PDL instructions do nothing. The programs of the grid run one after
     the other, so a kernel whose programs wait for each other does not terminate.
 
-    Raises IndexError when a program accesses memory outside the tensors it was given; ValueError for
-    a tensor that is not on the CPU.
+    Raises IndexError when a program accesses memory outside the tensors it was given; ValueError
+    for a tensor that is not on the CPU.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
@@ -105,7 +105,7 @@ class _Interpretation:
             if isinstance(member, types.FunctionType) and hasattr(cuda.libdevice, name):
                 scope.set_attr(libdevice, name, getattr(cuda.libdevice, name))
 
-    # -----------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------
 
     def rewrite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` in the form the interpreter wants, defined in a copy of its module's names."""
@@ -210,7 +210,7 @@ class _Interpretation:
                 f"{used.size} outside"
             )
 
-    # -----------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------
     # reductions and scans: the combine function on whole slices at a time
 
     def _tensor(self, data: np.ndarray, dtype: Any) -> Any:
@@ -273,7 +273,8 @@ class _Interpretation:
             data = [np.flip(d, 0) for d in data]
         step = 1
         while step < len(data[0]):
-            # Blocks have power-of-two sizes, so the first ``step`` entries are combined for nothing.
+            # Blocks have power-of-two sizes, so the first ``step`` entries are combined for
+            # nothing.
             earlier = [np.concatenate([d[:step], d[:-step]]) for d in data]
             joined = self._combine(combine_fn, earlier, data, dtypes)
             data = [np.concatenate([d[:step], j[step:]]) for d, j in zip(data, joined, strict=True)]
@@ -310,7 +311,7 @@ def _extents(values: Any) -> np.ndarray:
     return np.array(sorted(spans), dtype=np.int64).T
 
 
-# ---------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # whole generated programs
 
 

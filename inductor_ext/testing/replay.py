@@ -57,9 +57,9 @@ def replay(
             continue
         inputs = _inputs(call, program.graph_inputs[call.graph], memory)
         outputs = run_graph(code.graphs[call.graph], inputs)
-        for ref, value in zip(call.outputs, outputs, strict=True):
-            if isinstance(ref, Ref):
-                memory.put(ref, value)
+        for output, value in zip(call.outputs, outputs, strict=True):
+            if isinstance(output, Ref):
+                memory.put(output, value)
 
     result = [memory.get(r, "output") if isinstance(r, Ref) else r for r in program.output_refs]
     outputs = pytree.tree_unflatten(result, program.output_spec)

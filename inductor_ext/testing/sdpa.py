@@ -1,10 +1,10 @@
 """Which attention kernel ``scaled_dot_product_attention`` stands for on a card.
 
 Torch decides that in C++ from the properties of the device in use, and there is none here. What it
-decides without one (the plain formula) would not be what the card runs. So the decision is made here
-by the published rules in torch's default order: flash, memory-efficient, plain formula. cuDNN's
-attention, which recent versions prefer on some cards when the cuDNN that is installed is new enough,
-is not chosen.
+decides without one (the plain formula) would not be what the card runs. So the decision is made
+here by the published rules in torch's default order: flash, memory-efficient, plain formula.
+cuDNN's attention, which recent versions prefer on some cards when the cuDNN that is installed is
+new enough, is not chosen.
 """
 
 from __future__ import annotations

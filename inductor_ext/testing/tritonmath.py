@@ -97,8 +97,8 @@ def patch_arithmetic(patches: Patches) -> None:
 
     def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         # Exact for float32: its products fit float64; the sum is then rounded twice at worst.
-        a, b, c = (decode(t.data, t.dtype).astype(np.float64) for t in (x, y, z))
-        return handle(encode(a * b + c, z.dtype), z.dtype.scalar)
+        product = np.multiply(*(decode(t.data, t.dtype).astype(np.float64) for t in (x, y)))
+        return handle(encode(product + decode(z.data, z.dtype), z.dtype), z.dtype.scalar)
 
     def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
         wide = np.float64 if d.data.dtype == np.float64 else np.float32
@@ -136,10 +136,13 @@ def patch_arithmetic(patches: Patches) -> None:
         "create_dot": dot,
         "create_inline_asm": inline_asm,
         "create_extern_elementwise": extern,
+        # Versions with an operation of their own for programmatic dependent launch.
+        "create_grid_dependency_wait": lambda self: None,
+        "create_grid_dependency_launch_dependents": lambda self: None,
         "create_erf": lambda self, arg: unary(self, arg, _by_torch(torch.erf)),
         "create_rsqrt": lambda self, arg: unary(self, arg, _by_torch(torch.rsqrt)),
     }.items():
-        patches.set(builder, name, function)
+        patches.set(builder, name, function, create="grid_dependency" in name)
 
 
 def _zeros(interpreter: Any, ty: Any) -> Any:
@@ -159,7 +162,7 @@ class _Zeros:
         return self.results[index]
 
 
-# ---------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------
 # CUDA's libdevice
 
 
@@ -176,15 +179,50 @@ def _round_half_away(x: torch.Tensor) -> torch.Tensor:
 
 
 _special = torch.special
+_SAME_NAME = [
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atanh",
+    "atan2",
+    "ceil",
+    "copysign",
+    "cos",
+    "cosh",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "fmax",
+    "fmin",
+    "fmod",
+    "hypot",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "nextafter",
+    "pow",
+    "rsqrt",
+    "signbit",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+]
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    **{
-        name: getattr(torch, name)
-        for name in (
-            "acos acosh asin asinh atan atanh atan2 ceil copysign cos cosh erf erfc erfinv exp exp2 "
-            "expm1 floor fmax fmin fmod hypot isfinite isinf isnan lgamma log log10 log1p log2 "
-            "nextafter pow rsqrt signbit sin sinh sqrt tan tanh trunc"
-        ).split()
-    },
+    **{name: getattr(torch, name) for name in _SAME_NAME},
     "abs": torch.abs,
     "llabs": torch.abs,
     "fabs": torch.abs,

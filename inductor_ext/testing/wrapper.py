@@ -26,7 +26,11 @@ def load_program(
     module.__file__ = "<generated code>"
     # A library call may return other strides on the CPU: put it in the layout the program expects.
     source = re.sub(
-        r"^(\s*)assert_size_stride\((\w+), ", r"\1\2 = assert_size_stride(\2, ", source, flags=re.M
+        r"^(\s*)(assert_size_stride|assert_size_stride_grouped|assert_tensor_metadata)"
+        r"\((\w+|\([\w, ]*\)), ",
+        r"\1\3 = \2(\3, ",
+        source,
+        flags=re.MULTILINE,
     )
     exec(compile(source, module.__file__, "exec"), vars(module))
     vars(module).update(
@@ -36,6 +40,10 @@ def load_program(
             "extern_kernels": _Externs(private("torch._inductor.select_algorithm:extern_kernels")),
             "get_raw_stream": lambda index: 0,
             "assert_size_stride": _in_layout,
+            "assert_size_stride_grouped": _all_in_layout,
+            "assert_tensor_metadata": lambda t, size, stride, dtype, op: _in_layout(
+                t, size, stride, op
+            ),
             # These speak about addresses, which the CPU's allocator chooses.
             "assert_alignment": lambda *args: None,
             "copy_if_misaligned": lambda tensor: tensor,
@@ -77,6 +85,13 @@ def _in_layout(
             f"size {tuple(tensor.shape)} and stride {tuple(tensor.stride())}"
         )
     return tensor if same else torch.empty_strided(size, stride, dtype=tensor.dtype).copy_(tensor)
+
+
+def _all_in_layout(
+    tensors: Any, sizes: Any, strides: Any, op: str = "input"
+) -> tuple[torch.Tensor, ...]:
+    each = zip(tensors, sizes, strides, strict=True)
+    return tuple(_in_layout(t, size, stride, op) for t, size, stride in each)
 
 
 class _Kernels:

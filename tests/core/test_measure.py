@@ -209,7 +209,7 @@ def test_a_graph_holds_whole_passes_over_the_sets():
     sets = measure.rotate((torch.ones(1000),))
     captured = measure.capture(lambda a: seen.append(a.data_ptr()), sets)
     assert captured.calls % len(sets) == 0 and captured.calls >= 400
-    assert seen[3:] == [s[0].data_ptr() for s in sets] * (captured.calls // len(sets))
+    assert seen[2:] == [s[0].data_ptr() for s in sets] * (captured.calls // len(sets))
 
 
 @pytest.mark.usefixtures("pretended_card")
@@ -341,11 +341,8 @@ def test_a_large_copy_runs_near_the_copy_bandwidth():
 def test_compare_and_chain_on_the_card():
     a, b = (torch.randn(64, 64, device="cuda") for _ in range(2))
 
-    def synchronizes(a, b):
-        return (a @ b).sum().item()
-
-    results = measure.compare({"mm": torch.mm, "synchronizes": synchronizes}, (a, b))
-    assert 1 < results["mm"].us < 50 and isinstance(results["synchronizes"], str)
+    results = measure.compare({"waits": lambda a, b: (a @ b).sum().item(), "mm": torch.mm}, (a, b))
+    assert 1 < results["mm"].us < 50 and "waits for the card" in results["waits"]
     assert 1 < measure.chain_time(torch.mm, (a, b)).us < 50
     assert 0.5 < measure.host_overhead(torch.mm, a, b) < 1000
 
@@ -365,3 +362,22 @@ def test_unwritten_elements_show_as_nan_on_the_card(chained):
     if not chained:  # a chain carries the NaN on from link to link
         outs = measure.graph_outputs(partial, sets)
         assert all(o[0].isnan().all() and not o[1:].isnan().any() for o in outs)
+
+
+@pytest.mark.gpu
+def test_a_broken_capture_leaves_the_process_usable():
+    program = """
+import torch
+from inductor_ext import measure
+
+def breaks(a):
+    torch.cuda.synchronize()
+    return -a
+
+results = measure.compare({"breaks": breaks, "neg": torch.neg}, (torch.randn(256, device="cuda"),))
+torch.cuda.empty_cache()
+assert isinstance(results["breaks"], str) and results["neg"].us > 0, results
+"""
+    # In a process of its own, because the allocator's state is the process's.
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr

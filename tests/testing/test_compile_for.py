@@ -157,5 +157,5 @@ def test_tensors_elsewhere_are_refused():
         fake = torch.empty(4, device="cuda")
     with pytest.raises(ValueError, match="plain dense tensors, got a FakeTensor"):
         compile_for("h200", torch.sin, fake)
-    with pytest.raises(ValueError, match="got a Tensor of layout torch.sparse_coo"):
+    with pytest.raises(ValueError, match="got a Tensor of layout"):
         compile_for("h200", torch.sin, torch.randn(4, 4).to_sparse())

@@ -1,0 +1,291 @@
+"""The private names that ``compat.py`` uses are where it expects them, and the version gate holds."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_ext import compat
+
+pytestmark = pytest.mark.codegen  # a torch that moved a name must turn CI red
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def find(path: str) -> Any:
+    module, _, attributes = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in attributes.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"torch {torch.__version__} moved {path}, which compat.py uses: {error}")
+    return found
+
+
+def accepts(path: str, *args: Any, **kwargs: Any) -> None:
+    """The function at ``path`` can be called like this (values do not matter)."""
+    try:
+        inspect.signature(find(path)).bind(*args, **kwargs)
+    except TypeError as error:
+        pytest.fail(f"torch {torch.__version__} changed the signature of {path}: {error}")
+
+
+def is_a(path: str, kind: type) -> None:
+    found = find(path)
+    assert isinstance(found, kind), f"{path} became a {type(found).__name__}, compat.py wants {kind}"
+
+
+X = object()
+
+
+# --- registries -----------------------------------------------------------------------------------
+
+
+def test_lowering_table():
+    is_a("torch._inductor.lowering:lowerings", dict)
+    accepts("torch._inductor.lowering:fallback_handler", X, add_to_fallback_set=False)
+    accepts("torch._inductor.lowering:to_dtype", X, torch.float32)
+    table = find("torch._inductor.lowering:lowerings")
+    for op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
+        assert callable(table[op]), f"the lowering table has no function for {op}"
+        assert compat.lowering_of(op) is table[op]
+
+
+def test_the_compiler_reads_the_lowering_table_at_each_call():
+    """A wrapped entry is seen because GraphLowering looks it up by name in the global table."""
+    graph = importlib.import_module("torch._inductor.graph")
+    assert graph.lowerings is find("torch._inductor.lowering:lowerings")
+
+
+def test_pass_lists():
+    for stage in ("joint_graph", "post_grad"):
+        is_a(f"torch._inductor.fx_passes.{stage}:pass_patterns", list)
+    for entry in find("torch._inductor.fx_passes.post_grad:pass_patterns")[:1]:
+        assert callable(entry.apply), "the entries of pass_patterns no longer have apply(graph)"
+    with pytest.raises(ValueError, match=r"expected a stage among .*joint.*post_grad.*, got 'late'"):
+        compat.append_graph_pass("late", None)
+
+
+def test_cache_key_hook():
+    is_a("torch._inductor.codegen.common:custom_backend_passes", dict)
+    base = find("torch._inductor.custom_graph_pass:CustomGraphModulePass")
+    assert {"__call__", "uuid"} <= base.__abstractmethods__
+    assert compat.salt_installed()
+    from torch._inductor.codecache import FxGraphHashDetails
+
+    source = inspect.getsource(FxGraphHashDetails)
+    assert "custom_backend_passes" in source, "the cache key no longer hashes custom_backend_passes"
+
+
+def test_slots_that_are_left_free():
+    from torch._inductor import config
+
+    missing = [name for name in compat.pass_slots() if not hasattr(config, name)]
+    assert not missing, f"torch {torch.__version__} has no config {missing}; update compat._SLOTS"
+
+
+def test_cache_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert compat.cache_dir() == str(tmp_path)
+
+
+# --- the graph being lowered ----------------------------------------------------------------------
+
+
+def test_graph_in_progress():
+    find("torch._inductor.virtualized:V")
+    for name in ("set_graph_handler", "fake_mode"):
+        assert hasattr(type(find("torch._inductor.virtualized:V")), name), f"V.{name} is gone"
+    source = inspect.getsource(find("torch._inductor.graph:GraphLowering"))
+    for name in ("current_node", "sizevars", "aot_mode", "cpp_wrapper", "operations", "_shape_env"):
+        assert f"self.{name}" in source, f"GraphLowering.{name} is gone"
+    for name in ("is_inference", "is_backward"):
+        assert f"self.{name}" in source, f"GraphLowering.{name} is gone"
+
+
+def test_sizes():
+    allocator = find("torch._inductor.sizevars:SizeVarAllocator")
+    hint = getattr(allocator, "optimization_hint", None) or getattr(allocator, "size_hint", None)
+    assert hint is not None, "SizeVarAllocator has neither optimization_hint nor size_hint"
+    accepts("torch._inductor.sizevars:SizeVarAllocator.statically_known_multiple_of", X, X, 8)
+    assert "self.shape_env" in inspect.getsource(allocator.__init__), "sizevars.shape_env is gone"
+    accepts("torch.fx.experimental.symbolic_shapes:free_unbacked_symbols", X)
+    accepts("torch.utils._sympy.value_ranges:bound_sympy", X, X)
+    shape_env = find("torch.fx.experimental.symbolic_shapes:ShapeEnv")()
+    assert isinstance(shape_env.var_to_range, dict), "ShapeEnv.var_to_range is no dict"
+
+
+def test_sizes_without_a_graph():
+    import sympy
+
+    assert compat.hint(7) == compat.hint(sympy.Integer(7)) == compat.upper_bound(7) == 7
+    assert compat.is_static(7) and compat.is_static(sympy.Integer(7))
+    assert not compat.is_static(sympy.Symbol("s0"))
+    assert compat.statically_divisible(48, 16) and not compat.statically_divisible(49, 16)
+    assert not compat.has_unbacked([7, sympy.Integer(7), sympy.Symbol("s0")])
+    assert compat.exceeds_int32(2**16, 2**15) and not compat.exceeds_int32(2**16, 2**15 - 1)
+
+
+def test_config_values():
+    from torch._inductor import config
+
+    for name in ("max_autotune", "max_autotune_gemm", "force_disable_caches"):
+        assert isinstance(getattr(config, name), bool), f"torch._inductor.config.{name} is no bool"
+    assert not compat.wants_measurement()
+    for name in ("max_autotune", "max_autotune_gemm"):
+        with config.patch({name: True}):
+            assert compat.wants_measurement()
+            if hasattr(config, "deterministic"):
+                with config.patch(deterministic=True):
+                    assert not compat.wants_measurement()
+    with compat.without_caches():
+        assert config.force_disable_caches
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32")])
+def test_float32_precision_is_what_torch_was_told(setting, expected):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(setting)
+        assert compat.float32_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_pointwise_nodes_are_tagged():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    aten = torch.ops.aten
+    for op in (aten.relu.default, aten.add.Tensor, aten.sigmoid.default, aten.where.self):
+        assert compat.is_pointwise(graph.call_function(op, (x,))), f"{op} is not tagged pointwise"
+    for op in (aten.mm.default, aten.sum.default, aten.view.default):
+        assert not compat.is_pointwise(graph.call_function(op, (x,)))
+
+
+# --- building IR ----------------------------------------------------------------------------------
+
+
+def test_ir():
+    accepts("torch._inductor.ir:ExternKernel.realize_input", X)
+    accepts("torch._inductor.ir:ExternKernel.copy_input", X)
+    accepts("torch._inductor.ir:ir_node_to_tensor", X)
+    accepts("torch._inductor.ir:FixedLayout", X, torch.float32, [4])
+    is_a("torch._inductor.ir:TensorBox", type)
+    fields = {f for c in find("torch._inductor.ir:Pointwise").__mro__ for f in vars(c).get(
+        "__dataclass_fields__", ()
+    )}
+    assert {"device", "dtype", "inner_fn", "ranges"} <= fields, "ir.Pointwise has other fields"
+    accepts("torch._inductor.ir:Pointwise.create", device=X, dtype=X, inner_fn=X, ranges=X)
+    for name in ("freeze_layout", "get_size", "get_stride", "get_dtype", "get_device"):
+        find(f"torch._inductor.ir:Buffer.{name}")
+    find("torch._inductor.virtualized:ops")
+
+
+def test_template():
+    path = "torch._inductor.select_algorithm:"
+    accepts(f"{path}TritonTemplate", "name", X, "source")
+    accepts(f"{path}SymbolicGridFn", X)
+    generate = inspect.signature(find(f"{path}TritonTemplate.generate"))
+    generate.bind(X, input_nodes=(), layout=X, num_stages=1, num_warps=1, BLOCK=8)
+    assert "kernel_type" in vars(find(f"{path}TritonTemplate")), "TritonTemplate.kernel_type is gone"
+    kernel = find(f"{path}TritonTemplateKernel")
+    accepts(f"{path}TritonTemplateKernel.jit_lines", X)
+    accepts(f"{path}TritonTemplateKernel.store_output", X, ("i",), "acc", None, val_shape=("B",))
+    source = "".join(inspect.getsource(c) for c in kernel.__mro__ if c is not object)
+    for name in ("render_hooks", "triton_meta", "meta"):
+        assert f"self.{name}" in source, f"TritonTemplateKernel.{name} is gone"
+    callers = inspect.getsource(find(f"{path}TritonTemplateCaller"))
+    assert "def output_node" in callers, "TritonTemplateCaller.output_node is gone"
+
+
+# --- tracing, inlining, nested compiles -----------------------------------------------------------
+
+
+def test_tracing_and_inlining():
+    accepts("torch._inductor.decomposition:select_decomp_table")
+    accepts("torch._inductor.codegen.subgraph:inline_subgraph_to_ir_nodes", X, [], "name")
+    accepts("torch.fx.experimental.proxy_tensor:make_fx", X, decomposition_table={})
+    if VERSION >= (2, 12):
+        accepts("torch._inductor.ir:Operation.set_config_patches", X, {})
+    else:
+        assert not hasattr(find("torch._inductor.ir:Operation"), "set_config_patches")
+
+
+def test_nested_compiles():
+    accepts(
+        "torch._inductor.graph:GraphLowering",
+        X,
+        example_inputs=[],
+        shape_env=X,
+        is_inference=True,
+        is_backward=False,
+        name="x",
+    )
+    accepts("torch._inductor.graph:GraphLowering.run", X)
+    accepts("torch._inductor.graph:GraphLowering.compile_to_module", X)
+    accepts("torch._subclasses.fake_tensor:unset_fake_temporarily")
+    find("torch.fx.passes.fake_tensor_prop:FakeTensorProp.propagate_dont_convert_inputs")
+    accepts("torch._dynamo.testing:rand_strided", [4], [1], torch.float32, X)
+
+
+def test_random_like_keeps_sizes_strides_and_dtype():
+    x = torch.empty(4, 6, dtype=torch.bfloat16).t()
+    y = compat.random_like(x, torch.device("cpu"))
+    assert (y.shape, y.stride(), y.dtype) == (x.shape, x.stride(), x.dtype)
+    assert 0.2 < y.float().std() < 5 and not torch.equal(y, torch.zeros_like(y))
+
+
+def test_config_module():
+    from inductor_ext import config
+
+    accepts("torch.utils._config_module:install_config_module", types.ModuleType("m"))
+    before = config.pdl
+    with config.patch(pdl=not before):
+        assert config.pdl is not before
+    assert config.pdl is before
+
+
+# --- the version gate -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("2.10.0", False),
+        ("2.10.9+cu128", False),
+        ("2.11.0+cu130", True),
+        ("2.12.1", True),
+        ("2.13.0+cpu", True),
+        ("2.14.0a0+git1234567", True),
+        ("2.15.3", True),
+        ("2.16.0", False),
+        ("2.16.0.dev20260901+cu130", False),
+        ("3.0", False),
+        ("3.12.0", False),
+        ("1.13.1", False),
+    ],
+)
+def test_supported_versions(version, expected):
+    assert compat.supported(version) is expected
+
+
+def test_this_torch_is_supported():
+    assert compat.supported(torch.__version__)
+
+
+def test_importing_on_another_torch_names_the_range(fresh: Callable[..., Any]):
+    for version in ("2.10.1+cu128", "2.16.0"):
+        done = fresh(f"import torch; torch.__version__ = {version!r}; import inductor_ext")
+        assert done.status == 1
+        last = done.output.splitlines()[-1]
+        assert last == (
+            f"ImportError: inductor_ext supports torch>=2.11,<2.16, got torch {version}; "
+            "install a supported torch or remove the import"
+        )
