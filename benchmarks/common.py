@@ -1,7 +1,9 @@
 """What every benchmark shares: fresh compiles, comparing columns, CSV, JSON, tables and plots.
 
 Imports nothing beyond the standard library at the top, so that ``--help`` and ``--list`` answer at
-once on a machine without torch, a card or matplotlib.
+once on a machine without torch, a card or matplotlib. Benchmarks keep torch out of their module
+level too: a ``torch`` in ``__main__`` changes the compile cache keys (pickle names torch's objects
+by the first module that shows them), and what ``run_in_pool`` has compiled would not be found.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ Times are microseconds. Imports torch only.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -176,8 +177,8 @@ _abandoned: list[torch.cuda.CUDAGraph] = []
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     """Take back what a broken capture leaves behind.
 
-    Where ending a capture raises, torch 2.11 leaves its allocator recording, and the next release of
-    cached memory anywhere in the process fails. The allocators may still ask the graph: keep it.
+    Where ending a capture raises, torch 2.11 leaves its allocator recording, and the next release
+    of cached memory in the process fails. The allocators may still ask the graph, so it is kept.
     """
     _abandoned.append(graph)
     device = torch.cuda.current_device()
@@ -243,18 +244,9 @@ def _run(
         yield previous
 
 
-def _drain(outputs: Iterator[Any]) -> None:
-    # Outputs are dropped as they come: the next call reuses their memory, as in a real program.
-    for _ in outputs:
-        pass
-
-
 def _live(sets: Sequence[Inputs], count: int) -> list[torch.Tensor]:
     first = sets[0][0]
-    overlaps = isinstance(first, torch.Tensor) and any(
-        size > 1 and stride == 0 for size, stride in zip(first.shape, first.stride(), strict=True)
-    )
-    if not isinstance(first, torch.Tensor) or overlaps or first.numel() == 0:
+    if not isinstance(first, torch.Tensor) or first.numel() == 0 or 0 in first.stride():
         raise ValueError("A chain's first input must be a writable tensor: its producer writes it.")
     return [_clone(sets[i % len(sets)][:1])[0] for i in range(count)]
 
@@ -269,7 +261,7 @@ def _calls_per_graph(sets: Sequence[Inputs]) -> int:
 def capture(
     call: Call, input_sets: Sequence[Inputs], *, calls: int | None = None, chained: bool = False
 ) -> Captured:
-    """Capture ``calls`` calls (default: about a millisecond's worth), each on the next input set.
+    """Capture ``calls`` calls (default: half a millisecond's worth), each on the next input set.
 
     ``chained`` puts the producer before each call; two buffers in turn are the first input then.
     Raises what the call raises, or RuntimeError without a card.
@@ -278,22 +270,29 @@ def capture(
     calls = calls or _calls_per_graph(input_sets)
     live = _live(input_sets, 2) if chained else None
     graph, _ = _capture(
-        lambda: _drain(_run(call, input_sets, calls, live)),
-        lambda: _drain(_run(call, input_sets, _WARMUP, live)),
+        # Outputs are dropped as they come: the next call reuses their memory, as in a program.
+        lambda: collections.deque(_run(call, input_sets, calls, live), maxlen=0),
+        lambda: collections.deque(_run(call, input_sets, _WARMUP, live), maxlen=0),
     )
     return Captured(graph, calls, (call, input_sets, live))
 
 
-def replay_us(captured: Captured) -> float:
-    """Time of one replay over the number of its calls, in us."""
+def _event_us(run: Callable[[], Any], lead_cycles: int) -> float:
+    """Time of what ``run`` enqueues; the card spins meanwhile, so that the host stays ahead."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(_LEAD_CYCLES + _LEAD_CYCLES_PER_CALL * captured.calls)
+    torch.cuda._sleep(lead_cycles)
     start.record()
-    captured.graph.replay()
+    run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3 / captured.calls
+    return start.elapsed_time(end) * 1e3
+
+
+def replay_us(captured: Captured) -> float:
+    """Time of one replay over the number of its calls, in us."""
+    lead = _LEAD_CYCLES + _LEAD_CYCLES_PER_CALL * captured.calls
+    return _event_us(captured.graph.replay, lead) / captured.calls
 
 
 def graph_outputs(call: Call, input_sets: Sequence[Inputs], *, chained: bool = False) -> list[Any]:
@@ -308,7 +307,7 @@ def graph_outputs(call: Call, input_sets: Sequence[Inputs], *, chained: bool = F
     live = _live(input_sets, len(input_sets)) if chained else None
     graph, outputs = _capture(
         lambda: list(_run(call, input_sets, len(input_sets), live)),
-        lambda: _drain(_run(call, input_sets, _WARMUP, live)),
+        lambda: list(_run(call, input_sets, _WARMUP, live)),
     )
     read = _storages(tuple(pytree.tree_leaves(list(input_sets))))
     for t in pytree.tree_leaves(outputs):
@@ -425,15 +424,11 @@ def check(
     if reference.dtype not in (torch.float64, torch.float32):
         raise ValueError(f"The reference must be float64 or float32, and {reference.dtype} came.")
     if baseline.shape != reference.shape:
-        raise ValueError(
-            f"Baseline and reference must have one shape, and {tuple(baseline.shape)} and "
-            f"{tuple(reference.shape)} came."
-        )
+        shapes = f"{tuple(baseline.shape)} and {tuple(reference.shape)}"
+        raise ValueError(f"Baseline and reference must have one shape, and {shapes} came.")
     if candidate.shape != baseline.shape or candidate.dtype != baseline.dtype:
-        reason = (
-            f"{candidate.dtype} of shape {tuple(candidate.shape)} where eager gives "
-            f"{baseline.dtype} of shape {tuple(baseline.shape)}."
-        )
+        mine, eagers = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (candidate, baseline))
+        reason = f"{mine} where eager gives {eagers}."
         return Check(False, math.inf, math.nan, math.nan, reason)
     dtype = rounding or candidate.dtype
     got, eager, truth = candidate.double(), baseline.double(), reference.double()
@@ -462,9 +457,6 @@ def check(
     return Check(ok, error, base, allowed, reason)
 
 
-# --- ceilings -------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
     """What this card reaches: bytes read plus written, and matmul flops, per us."""
@@ -479,17 +471,7 @@ class Ceilings:
 
 
 def _large_us(call: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(13):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_LEAD_CYCLES + _LEAD_CYCLES_PER_CALL * captured.calls)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
+    return statistics.median([_event_us(call, _LEAD_CYCLES) for _ in range(13)][2:])
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import tempfile
 from typing import Any, Literal, NamedTuple
 
 from inductor_ext import compat_virtual
-from inductor_ext.testing.cards import Card
 from inductor_ext.testing.generated import GeneratedCode, Kernel
 
 _GLOBAL_ACCESS = re.compile(
@@ -85,12 +84,12 @@ def cross_compile(
     binaries = []
     with compat_virtual.virtual_device(code.card):
         for kernel in code.kernels:
-            binaries += _compile(kernel, configs == "all", code.card)
+            binaries += _compile(kernel, configs == "all")
     return binaries
 
 
-def _compile(kernel: Kernel, every: bool, card: Card) -> list[KernelBinary]:
-    autotuner = compat_virtual.load_kernel(kernel.name, kernel.source)
+def _compile(kernel: Kernel, every: bool) -> list[KernelBinary]:
+    autotuner = compat_virtual.load_kernel(kernel.source)
     chosen = autotuner.configs if every else autotuner.configs[:1]
     return [
         describe(compat_virtual.compile_kernel(autotuner, config), kernel.name, str(config))

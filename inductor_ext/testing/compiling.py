@@ -111,12 +111,12 @@ def compile_for(
             stack.callback(put, real)
         wanted = _to_differentiate(trace, leaves, captured, on_card) if grad else []
         compiled = torch.compile(fn, dynamic=shape_mode, options=settings or None)
-        needs_data: tuple[type[BaseException], ...] = compat_virtual.needs_data()
+        no_further: tuple[type[BaseException], ...] = (_CannotFollow, *compat_virtual.needs_data())
         try:
             with on_card.mode, torch.set_grad_enabled(grad):
                 outputs = compiled(*fake_args)
                 trace.finish(outputs, wanted)
-        except (_CannotFollow, *needs_data) as e:
+        except no_further as e:
             trace.stopped = str(e) or type(e).__name__
         except Exception:
             if choices.error is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Kernel(NamedTuple):
-    """One Triton kernel of a generated program.
+    """One Triton kernel of a generated program; ``name`` is how the program calls it.
 
     ``kind`` is Inductor's heuristic for it: "pointwise", "reduction", "persistent_reduction",
     "template", "foreach", "split_scan", ...; "user" for a kernel the user (or a lowering) wrote.
@@ -168,11 +168,14 @@ def kernels_of(source: str) -> list[Kernel]:
     """The Triton kernels that a generated module defines through ``async_compile.triton``."""
     found = []
     for node in ast.walk(_parsed(source)):
-        if not (isinstance(node, ast.Call) and _dotted(node.func) == "async_compile.triton"):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
             continue
-        name, text = (getattr(a, "value", None) for a in node.args[:2])
-        if isinstance(name, str) and isinstance(text, str):
-            found.append((node.lineno, Kernel(name, text, _kind(text))))
+        call, target = node.value, node.targets[0]
+        if _dotted(call.func) != "async_compile.triton" or not isinstance(target, ast.Name):
+            continue
+        text = getattr(call.args[1], "value", None)
+        if isinstance(text, str):
+            found.append((node.lineno, Kernel(target.id, text, _kind(text))))
     return [kernel for _, kernel in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -5,7 +5,7 @@ each kernel fuses and how often it loads and stores. That is what goldens hold: 
 between torch versions for no reason of ours. ``normalise`` is for the rare test that needs the
 text.
 
-A golden is made with torch {GOLDEN_TORCH}. Where another version's text differs, that version has
+A golden is made with torch 2.13. Where another version's text differs, that version has
 its own file beside it. ``make goldens`` (``EXPECTTEST_ACCEPT=1``) writes them.
 """
 
@@ -15,7 +15,6 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,8 +22,6 @@ import torch
 from inductor_ext.testing.generated import GeneratedCode, calls_of, kernels_of
 
 GOLDEN_TORCH = "2.13"
-if __doc__:
-    __doc__ = __doc__.replace("{GOLDEN_TORCH}", GOLDEN_TORCH)
 
 _ACCESSES = {"loads": r"\btl\.load\(", "stores": r"\btl\.store\(", "atomics": r"\btl\.atomic_\w+\("}
 
@@ -73,6 +70,13 @@ _DROPPED = re.compile(
     r"^\s*(del \w+|raw_stream\d+ = .*|assert_alignment\(.*|assert_size_stride\(.*|"
     r"\w+ = copy_if_misaligned\(.*|#.*|torch\.cuda\.set_device\(.*|filename=.*|import .*|from .*|"
     r"inductor_meta=.*|triton_meta=.*)$"
+)
+# Imports and aliases; what surrounds ``call``; the benchmark at the end.
+_BOILERPLATE = (
+    r"\A.*?^async_compile = AsyncCompile\(\)$",
+    r"^empty_strided_p2p = [^\n]*$",
+    r"^async_compile\.wait.*?(?=^ *def call)",
+    r"^(runner = Runner|def get_args|def benchmark_compiled).*\Z",
 )
 _NUMBERED = re.compile(
     r"\b(buf|tmp|arg|primals_|tangents_|getitem_|permute_|s|u|ks|workspace_)(\d+)(_1)?\b"
@@ -137,8 +141,5 @@ def assert_golden(name: str, text: str, directory: str | Path | None = None) -> 
 
 
 def _caller_folder() -> Path:
-    caller: Callable[..., object] | None = None
-    for frame in inspect.stack()[1:]:
-        if frame.filename != __file__:
-            return Path(frame.filename).parent
-    raise RuntimeError(f"assert_golden expected to be called from a file, got {caller}")
+    here = Path(__file__)
+    return next(Path(f.filename).parent for f in inspect.stack() if Path(f.filename) != here)

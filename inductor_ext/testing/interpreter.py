@@ -327,7 +327,8 @@ def interpret_source(source: str, inputs: Sequence[Any], card: str = "h200") -> 
     Returns the graph's outputs. A graph that writes to an input writes to the tensor passed.
 
     Memory the program allocates is filled with NaN (the largest value, for integers) before it is
-    used, so a value that is never written shows. Matrix products of 16-bit tensors accumulate in
+    used, so a value that is never written shows. A kernel with several launch configurations runs
+    with its first. Matrix products of 16-bit tensors accumulate in
     fp32.
     """
     from inductor_ext.testing.cards import card as find_card

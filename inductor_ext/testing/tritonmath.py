@@ -179,50 +179,13 @@ def _round_half_away(x: torch.Tensor) -> torch.Tensor:
 
 
 _special = torch.special
-_SAME_NAME = [
-    "acos",
-    "acosh",
-    "asin",
-    "asinh",
-    "atan",
-    "atanh",
-    "atan2",
-    "ceil",
-    "copysign",
-    "cos",
-    "cosh",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "fmax",
-    "fmin",
-    "fmod",
-    "hypot",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "nextafter",
-    "pow",
-    "rsqrt",
-    "signbit",
-    "sin",
-    "sinh",
-    "sqrt",
-    "tan",
-    "tanh",
-    "trunc",
-]
+_SAME_NAME = (
+    "acos acosh asin asinh atan atanh atan2 ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 "
+    "floor fmax fmin fmod hypot isfinite isinf isnan lgamma log log10 log1p log2 nextafter pow "
+    "rsqrt signbit sin sinh sqrt tan tanh trunc"
+)
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    **{name: getattr(torch, name) for name in _SAME_NAME},
+    **{name: getattr(torch, name) for name in _SAME_NAME.split()},
     "abs": torch.abs,
     "llabs": torch.abs,
     "fabs": torch.abs,

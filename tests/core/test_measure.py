@@ -208,7 +208,7 @@ def test_a_graph_holds_whole_passes_over_the_sets():
     seen = []
     sets = measure.rotate((torch.ones(1000),))
     captured = measure.capture(lambda a: seen.append(a.data_ptr()), sets)
-    assert captured.calls % len(sets) == 0 and captured.calls >= 400
+    assert captured.calls % len(sets) == 0 and captured.calls >= 200
     assert seen[2:] == [s[0].data_ptr() for s in sets] * (captured.calls // len(sets))
 
 

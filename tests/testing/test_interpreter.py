@@ -141,7 +141,7 @@ def test_bad_arguments_say_what_was_expected():
     code = compile_for("h200", torch.sin, x)
     with pytest.raises(ValueError, match="a tensor on cpu as argument 0, got meta"):
         run_interpreted(code, x.to("meta"))
-    with pytest.raises(ValueError, match="1 dimensions of .*, got 2"):
+    with pytest.raises(ValueError, match=r"1 dimensions of .*, got 2"):
         run_interpreted(code, x[None])
     with pytest.raises(ValueError, match="expected 0 grad_outputs, got 1"):
         run_interpreted(code, x, grad_outputs=[x])
