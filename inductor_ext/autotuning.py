@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import choosing, compat, registry
+from . import choosing, compat, matching, registry
 
 
 class CustomOpConfig:
@@ -66,7 +66,9 @@ class _Registration:
         functions = [self.config_generator] if self.config_generator else []
         for config in self.configs or ():
             functions.append(config.decomposition)
-            parts.append(repr((sorted(config.params.items()), sorted(config.config_patches.items()))))
+            parts.append(
+                repr((sorted(config.params.items()), sorted(config.config_patches.items())))
+            )
         for fn in functions:
             if fn is not None:
                 parts.append(_text(fn))
@@ -92,7 +94,9 @@ def _checked(configs: Any, *, allow_empty: bool = False) -> Sequence[Any]:
         raise ValueError("expected at least one config, got an empty list")
     for config in configs:
         if not all(hasattr(config, a) for a in ("decomposition", "config_patches", "params")):
-            raise TypeError(f"expected each config as a CustomOpConfig, got {type(config).__name__}")
+            raise TypeError(
+                f"expected each config as a CustomOpConfig, got {type(config).__name__}"
+            )
     return configs
 
 
@@ -176,9 +180,7 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
     bound = {**dict(zip(arguments, args, strict=False)), **kwargs}
     tensors = {n: v for n, v in bound.items() if compat.is_tensor_ir(v)}
     scalars = {n: v for n, v in bound.items() if n not in tensors}
-    sizes = " ".join(
-        "[" + ",".join(str(s) for s in t.get_size()) + "]" for t in tensors.values()
-    )
+    sizes = " ".join("[" + ",".join(str(s) for s in t.get_size()) + "]" for t in tensors.values())
     site = f"{op} {sizes}"
     if not tensors:
         return choosing.leave(entry.name, site, "the operation has no tensor input")
@@ -206,7 +208,7 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
         site,
         candidates,
         lambda: (choosing.STOCK, "no card to measure on: the default implementation"),
-        key=f"{entry.salt()} {site} {compat.consumers_key()}",
+        key=f"{entry.salt()} {site} {matching.consumers_key()}",
         measure=choosing.Measure(
             always=True, threshold=entry.min_speedup, input_gen_fns=entry.input_gen_fns
         ),

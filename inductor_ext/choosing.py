@@ -107,7 +107,7 @@ def choose(
     heuristic: Callable[[], tuple[str, str]],
     *,
     key: str = "",
-    measure: Measure = Measure(),  # noqa: B008  (frozen)
+    measure: Measure = Measure(),
 ) -> Any:
     """Emit the chosen candidate at the site being lowered; None when that is stock.
 

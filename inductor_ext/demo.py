@@ -37,7 +37,9 @@ def main(argv: list[str]) -> int:
     router = Router().to(torch.bfloat16).requires_grad_(False)
     x = torch.randn(_TOKENS, _HIDDEN, dtype=torch.bfloat16)
 
-    console.rule(f"MoE router [{_TOKENS},{_HIDDEN}]x[{_HIDDEN},{_EXPERTS}] on a virtual {options.card}")
+    console.rule(
+        f"MoE router [{_TOKENS},{_HIDDEN}]x[{_HIDDEN},{_EXPERTS}] on a virtual {options.card}"
+    )
     code = compile_for(options.card, router, x)
     console.print(str(report.Report(tuple(code.decisions))), markup=False)
     kernels = {k.name: k for k in code.kernels}
@@ -92,7 +94,9 @@ def _on_card(console: Console, router: Router, x: torch.Tensor) -> bool:
         ours = torch.compile(router)
         ok = _judge(console, torch.cuda.get_device_name(), router, x, ours(x))
         # A function of its own: Dynamo keeps compiled code per function.
-        stock = torch.compile(lambda t: torch.sigmoid((t @ router.weight.t()).float()) + router.bias)
+        stock = torch.compile(
+            lambda t: torch.sigmoid((t @ router.weight.t()).float()) + router.bias
+        )
         with registry.disable():
             stock(x)
         calls = {"eager": router, "torch.compile": stock, "torch.compile + inductor_ext": ours}
@@ -104,5 +108,3 @@ def _on_card(console: Console, router: Router, x: torch.Tensor) -> bool:
         table.add_row(name, timing if isinstance(timing, str) else f"{timing.us:.2f}")
     console.print(table)
     return ok
-
-

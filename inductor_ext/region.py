@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import compat, measure
+from . import compat, matching, measure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Upcast(torch.fx.Interpreter):
         if target is torch.ops.prims.convert_element_type.default and args[1].is_floating_point:
             return args[0]
         if getattr(target, "_overloadname", "") == "dtype":
-            target, args = getattr(target.overloadpacket, "default"), args[:-1]
+            target, args = target.overloadpacket.default, args[:-1]
         return super().call_function(target, args, kwargs)
 
 
@@ -119,7 +119,7 @@ def _list(out: Any) -> list[Any]:
 
 def extract(node: Any, *, epilogue: bool = True) -> Region:
     """The region behind ``node`` as a static graph; inputs become placeholders in order of use."""
-    members = compat.pointwise_region(node) if epilogue else [node]
+    members = matching.pointwise_region(node) if epilogue else [node]
     inside = set(members)
     graph = torch.fx.Graph()
     copies: dict[Any, Any] = {}
@@ -163,5 +163,8 @@ def _argument_names(node: Any) -> dict[Any, str]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {}
-    named = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+    named = {
+        **dict(zip((a.name for a in schema.arguments), node.args, strict=False)),
+        **node.kwargs,
+    }
     return {value: name for name, value in named.items() if isinstance(value, torch.fx.Node)}

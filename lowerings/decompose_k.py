@@ -13,16 +13,14 @@ import math
 from typing import Any
 
 import torch
-
-from inductor_ext import choosing, compat, config, registry
 from inductor_ext.templates import decompose_k as kernels
+
+from inductor_ext import choosing, compat, config, matching, registry
 
 NAME = "decompose_k"
 aten = torch.ops.aten
 
-PARTIAL = compat.Template(
-    "inductor_ext_decompose_k_partial", kernels.partial_grid, kernels.PARTIAL
-)
+PARTIAL = compat.Template("inductor_ext_decompose_k_partial", kernels.partial_grid, kernels.PARTIAL)
 REDUCE = compat.Template("inductor_ext_decompose_k_reduce", kernels.reduce_grid, kernels.REDUCE)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -101,12 +99,19 @@ def _split_size(k: int, splits: int, block_k: int) -> int:
     return -(-(-(-k // splits)) // block_k) * block_k
 
 
-def _tiling(m: int, n: int, k: int, batch: int, itemsize: int, shape: tuple[int, int, int]) -> Tiling:
+def _block_k(per_split: int, itemsize: int) -> int:
+    """Elements of K per pipeline stage: all of a short split in one, else four or more stages."""
+    short = itemsize == 4 or (per_split <= 256 and per_split != 128)
+    return min(64 if short else 128, per_split)
+
+
+def _tiling(
+    m: int, n: int, k: int, batch: int, itemsize: int, shape: tuple[int, int, int]
+) -> Tiling:
     """Everything else that goes with a tile of C and the elements of K per split."""
     block_m, block_n, per_split = shape
     area, numel = block_m * block_n, m * n * batch
-    short = itemsize == 4 or (per_split <= 256 and per_split != 128)
-    block_k = min(64 if short else 128, per_split)
+    block_k = _block_k(per_split, itemsize)
     tiles_k = per_split // block_k
     splits = -(-k // per_split)
     rblock = _pow2(splits)
@@ -130,34 +135,56 @@ def _tiling(m: int, n: int, k: int, batch: int, itemsize: int, shape: tuple[int,
     )
 
 
-def _predicted_ns(
-    m: int, n: int, k: int, batch: int, itemsize: int, sms: int, shape: tuple[int, int, int]
-) -> float:
-    """Time that depends on the tiling, for ranking; fitted to 50 problems on an H200.
+@dataclasses.dataclass(frozen=True)
+class _Rates:
+    """What the ranking of tilings costs, fitted to 45 problems on an H200 (benchmarks/NOTES.md)."""
 
-    The constants are what one SM and the L2 deliver in bytes per ns, the latency of a refill of the
-    pipeline, and the price of a program and of a split. Geometric mean of (picked / best measured):
-    1.03 (benchmarks/NOTES.md).
-    """
+    refill_ns: float  # a further filling of the four pipeline stages
+    sm_bytes_per_ns: float  # into one SM
+    l2_bytes_per_ns: float  # out of the L2, re-reads included
+    partial_bytes_per_ns: float  # partials written and read back
+    prefetch_ns: float  # what fetching B ahead of the wait saves
+
+
+_RATES = {2: _Rates(1020, 209, 50000, 3850, 1600), 4: _Rates(143, 80, 8600, 2240, 0)}
+
+
+def _predicted_ns(
+    sizes: tuple[int, int, int, int],
+    itemsize: int,
+    sms: int,
+    prefetch: str,
+    shape: tuple[int, int, int],
+) -> float:
+    """Time that depends on the tiling, for ranking only."""
+    m, n, k, batch = sizes
     block_m, block_n, per_split = shape
+    rates = _RATES[itemsize]
     splits = -(-k // per_split)
     programs = -(-m // block_m) * -(-n // block_n) * batch * splits
     read = (min(block_m, m) + min(block_n, n)) * per_split * itemsize
-    tiles_k = per_split / (64 if itemsize == 4 or (per_split <= 256 and per_split != 128) else 128)
+    refills = max(per_split / _block_k(per_split, itemsize) / 4, 1) - 1
+    partials = 2 * splits * m * n * batch * 4
+    ahead = block_m >= m and (prefetch == "columns" or (prefetch == "rows" and block_n >= n))
     return (
         max(
-            686 * (max(tiles_k / 4, 1) - 1),
-            read * max(1.0, programs / sms) / 55.6,
-            programs * read / 9000,
+            refills * rates.refill_ns,
+            read * max(1.0, programs / sms) / rates.sm_bytes_per_ns,
+            read * programs / rates.l2_bytes_per_ns,
         )
-        + 2 * splits * m * n * batch * 4 / 3060
-        + 1.4 * splits
-        + 0.5 * programs
+        + partials / rates.partial_bytes_per_ns
+        + 0.25 * programs
+        - (rates.prefetch_ns if ahead else 0.0)
     )
 
 
-def tilings(m: int, n: int, k: int, batch: int, itemsize: int, sms: int) -> list[Tiling]:
-    """Tilings worth trying for a problem with these sizes, the heuristic's pick first."""
+def tilings(
+    m: int, n: int, k: int, batch: int, itemsize: int, sms: int, prefetch: str = ""
+) -> list[Tiling]:
+    """Tilings worth trying for a problem with these sizes, the heuristic's pick first.
+
+    ``prefetch`` is how B can be fetched ahead: "rows", "columns" (see ``_prefetchable``) or "".
+    """
     shapes = [
         (block_m, block_n, per_split)
         for block_m in (64, 32, 16)
@@ -168,8 +195,10 @@ def tilings(m: int, n: int, k: int, batch: int, itemsize: int, sms: int) -> list
         and 2 <= -(-k // per_split) <= 128
         and not (itemsize == 4 and block_m * block_n > 2048)
     ]
-    # A stable sort: between equals the taller tile, which was never the slower one.
-    shapes.sort(key=lambda s: _predicted_ns(m, n, k, batch, itemsize, sms, s))
+    if itemsize == 4:  # FMA, not tensor cores: rows of A beyond M would be multiplied too
+        shapes.reverse()
+    # A stable sort: the order above decides between equals.
+    shapes.sort(key=lambda s: _predicted_ns((m, n, k, batch), itemsize, sms, prefetch, s))
     return [_tiling(m, n, k, batch, itemsize, shape) for shape in shapes]
 
 
@@ -204,7 +233,9 @@ def _why_not(p: Problem) -> str | None:
         return "the card is older than sm_80"
     for name, size in zip(("M", "N", "batch"), (p.m, p.n, p.batch), strict=True):
         if size is not None and compat.upper_bound(size) is None:
-            return f"{name} has no upper bound (mark_dynamic(max=) gives one): large sizes would lose"
+            return (
+                f"{name} has no upper bound (mark_dynamic(max=) gives one): large sizes would lose"
+            )
     return None
 
 
@@ -218,27 +249,24 @@ def _extremes(p: Problem) -> list[tuple[int, int, int, int]]:
     return [here] if here == ends else [here, ends]  # type: ignore[list-item]
 
 
-def _prefetch(p: Problem, b: Any, tiling: Tiling, k_split: int) -> tuple[str, int]:
-    """How B is fetched into L2 while the predecessor still runs: "rows", "columns" or not at all.
+def _prefetchable(p: Problem, b: Any) -> str:
+    """How B could be fetched into L2 while the predecessor still runs: "rows", "columns" or "".
 
-    Only for an operand this graph does not compute (weights), read by one row of tiles, with pieces
-    of 16 bytes' alignment: bulk prefetches of many small pieces cost more than they bring.
+    Only an operand this graph does not compute (weights), in pieces aligned to 16 bytes: bulk
+    prefetches of many small pieces cost more than they bring.
     """
-    stride = b.get_stride()
-    if (
-        p.batch is not None
-        or not k_split
-        or not compat.is_graph_input(b)
-        or not all(compat.is_static(s) for s in (p.m, p.n, *stride, b.get_layout().offset))
-        or int(p.m) > tiling.block_m
-        or int(b.get_layout().offset) * p.dtype.itemsize % 16
-    ):
-        return "", 1
-    if tiling.block_n >= int(p.n) and [int(s) for s in stride] == [int(p.n), 1]:
-        return "rows", _pow2(-(-k_split // 64))
+    if p.batch is not None or not compat.is_graph_input(b):
+        return ""
+    stride, offset = b.get_stride(), b.get_layout().offset
+    if not all(compat.is_static(s) for s in (p.m, p.n, p.k, *stride, offset)):
+        return ""
+    if int(offset) * p.dtype.itemsize % 16:
+        return ""
+    if [int(s) for s in stride] == [int(p.n), 1]:
+        return "rows"
     if int(stride[0]) == 1 and int(stride[1]) * p.dtype.itemsize % 16 == 0:
-        return "columns", tiling.block_n
-    return "", 1
+        return "columns"
+    return ""
 
 
 def _emit(p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool) -> Any:
@@ -250,7 +278,9 @@ def _emit(p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool) -> Any:
     index = "tl.int64" if wide else "tl.int32"
     static_k = compat.is_static(p.k)
     k_split = _split_size(int(p.k), tiling.splits, tiling.block_k) if static_k else 0
-    prefetch, pieces = _prefetch(p, b, tiling, k_split) if pdl else ("", 1)
+    ahead = _prefetchable(p, b) if pdl and k_split else ""
+    if (ahead and int(p.m) > tiling.block_m) or (ahead == "rows" and int(p.n) > tiling.block_n):
+        ahead = ""  # every row of tiles, or every tile in pieces of a row, would ask again
     partials = PARTIAL.emit(
         [a, b],
         [tiling.splits, *p.out_size],
@@ -269,9 +299,9 @@ def _emit(p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool) -> Any:
         PRECISION=f"'{compat.float32_precision() if p.dtype is torch.float32 else 'tf32'}'",
         INDEX=index,
         PDL=pdl,
-        PREFETCH_ROWS=prefetch == "rows",
-        PREFETCH_COLUMNS=prefetch == "columns",
-        PIECES=pieces,
+        PREFETCH_ROWS=ahead == "rows",
+        PREFETCH_COLUMNS=ahead == "columns",
+        PIECES=_pow2(-(-k_split // 64)) if ahead == "rows" else tiling.block_n,
     )
     if generated_sum:
         return compat.sum_unrolled(partials, p.out_dtype)
@@ -296,9 +326,7 @@ def _emit_bmm(p: Problem, splits: int) -> Any:
     """IR of C from a cuBLAS bmm with fp32 output and Inductor's generated reduction."""
     m, n, k = p.m, p.n, int(p.k)
     part = k // splits
-    a = compat.call(
-        aten.permute.default, compat.view(p.a, [m, splits, part]), [1, 0, 2]
-    )
+    a = compat.call(aten.permute.default, compat.view(p.a, [m, splits, part]), [1, 0, 2])
     b = compat.view(p.b, [splits, part, n])
     if p.dtype is torch.float32:
         partials = compat.call(aten.bmm.default, a, b)
@@ -313,7 +341,8 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
     m, n, k, batch = _extremes(p)[0]
     device = p.a.get_device()
     pdl = config.pdl and compat.device_capability(device)[0] >= 9
-    ranked = tilings(m, n, k, batch, p.dtype.itemsize, compat.multiprocessors(device))
+    ahead = _prefetchable(p, p.b) if pdl and compat.has_layout(p.b) else ""
+    ranked = tilings(m, n, k, batch, p.dtype.itemsize, compat.multiprocessors(device), ahead)
     found = ranked[:6]
     # The unrolled sum loads every split by name: 64 of them are as many as a program should hold.
     few = next((t for t in ranked if t.splits <= 64), None)
@@ -357,13 +386,11 @@ def _lower(op_name: str, p: Problem) -> Any:
     if any(compat.upper_bound(s) == 0 for s in p.sizes):
         return choosing.leave(NAME, site, "a size is zero")
     sms = compat.multiprocessors(p.a.get_device())
-    losing = next(
-        (why for e in _extremes(p) if (why := worth_it(*e, p.dtype.itemsize, sms))), None
-    )
+    losing = next((why for e in _extremes(p) if (why := worth_it(*e, p.dtype.itemsize, sms))), None)
     if losing and choosing.forced_choice(NAME) is None:
         return choosing.leave(NAME, site, losing)
     found = candidates(p)
-    rowwise = compat.feeds_row_reduction()
+    rowwise = matching.feeds_row_reduction()
 
     def heuristic() -> tuple[str, str]:
         pick = next((c.name for c in found if c.name.endswith("_rowwise")), None)
@@ -371,7 +398,7 @@ def _lower(op_name: str, p: Problem) -> Any:
             return pick, "few output tiles, long K; the sum is fused into the row reduction"
         return found[0].name, "few output tiles, long K: one wave of programs along K"
 
-    return choosing.choose(NAME, site, found, heuristic, key=f"{site} {compat.consumers_key()}")
+    return choosing.choose(NAME, site, found, heuristic, key=f"{site} {matching.consumers_key()}")
 
 
 def _mm(a: Any, b: Any, out_dtype: torch.dtype | None = None, *, layout: Any = None) -> Any:
@@ -400,13 +427,27 @@ def _add_product(
 
 
 def _addmm(
-    bias: Any, a: Any, b: Any, out_dtype: Any = None, *, beta: Any = 1, alpha: Any = 1, layout: Any = None
+    bias: Any,
+    a: Any,
+    b: Any,
+    out_dtype: Any = None,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    layout: Any = None,
 ) -> Any:
     return _add_product("addmm", bias, a, b, out_dtype, alpha, beta)
 
 
 def _baddbmm(
-    bias: Any, a: Any, b: Any, out_dtype: Any = None, *, beta: Any = 1, alpha: Any = 1, layout: Any = None
+    bias: Any,
+    a: Any,
+    b: Any,
+    out_dtype: Any = None,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    layout: Any = None,
 ) -> Any:
     return _add_product("baddbmm", bias, a, b, out_dtype, alpha, beta)
 

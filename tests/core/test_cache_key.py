@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,135 +38,132 @@ Caches = Callable[..., dict[str, int]]
 
 
 @pytest.fixture
-def caches(fresh: Callable[..., Any]) -> Caches:
+def tree(tmp_path: Path) -> Path:
+    """A copy of the package to edit, as it is installed: lowerings and templates inside it."""
+    package = tmp_path / "site" / "inductor_ext"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(inductor_ext.__path__[0], package, ignore=ignore)
+    for part in (inductor_ext.lowerings, inductor_ext.templates):
+        target = package / part.__name__.rpartition(".")[2]
+        if not target.exists():
+            shutil.copytree(part.__path__[0], target, ignore=ignore)
+    return package
+
+
+@pytest.fixture
+def caches(fresh: Callable[..., Any], tree: Path) -> Caches:
     """Compile in a fresh process and return what the two caches counted."""
 
-    def run(before: str = "import inductor_ext", around: str = "contextlib.nullcontext()", **how: Any):
+    def run(
+        before: str = "import inductor_ext", around: str = "contextlib.nullcontext()", **how: Any
+    ):
+        if before:
+            before += f"; import inductor_ext; assert inductor_ext.__path__ == [{str(tree)!r}]"
+        how["path"] = (tree.parent, *how.get("path", ()))
         return fresh(SCRIPT.format(before=before, around=around), **how).result
 
     return run
 
 
+def _edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text, f"{old!r} is not in {path.name}: edit another constant"
+    path.write_text(text.replace(old, new, 1))
+
+
 def test_nothing_changed_hits_and_every_change_misses(caches: Caches):
     assert caches() == MISS
     assert caches() == HIT
-    changed = {
+    more = "from inductor_ext import registry; registry.register(registry.Lowering('test_more'))"
+    for what, how in {
         "a lowering is off": {"around": "inductor_ext.disable('decompose_k')"},
         "a choice is forced": {"around": "inductor_ext.choosing.force({'decompose_k': 'bmm.*'})"},
         "another choice is forced": {"around": "inductor_ext.choosing.force({'decompose_k': 'x'})"},
         "pdl is off": {"around": "inductor_ext.config.patch(pdl=False)"},
-        "one more lowering": {
-            "before": "import inductor_ext\n"
-            "    from inductor_ext import registry\n"
-            "    registry.register(registry.Lowering('test_more'))"
-        },
-        "the plugin is not imported": {"before": "import inductor_ext.config"},
-    }
-    del changed["the plugin is not imported"]  # a submodule imports the package; see below
-    for what, how in changed.items():
+        "there is one more lowering": {"before": more},
+        "the plugin is not imported": {"before": ""},
+    }.items():
         assert caches(**how) == MISS, f"hit although {what}"
-    assert caches(env={"INDUCTOR_EXT_PDL": "0"}) == HIT, "the variable is the config value"
-    assert caches(before="") == MISS, "hit although the plugin is not imported"
+    assert caches(env={"INDUCTOR_EXT_PDL": "0"}) == HIT, "the variable sets the same config value"
+    assert caches(env={"INDUCTOR_EXT_DISABLE": "decompose_k"}) == HIT, "the variable does the same"
     assert caches() == HIT
 
 
-def _tree(root: Path) -> Path:
-    """The package as it is installed: lowerings and templates inside it."""
-    package = Path(inductor_ext.__path__[0])
-    target = root / "inductor_ext"
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(package, target, ignore=ignore)
-    for name in ("lowerings", "templates"):
-        (source,) = getattr(__import__(f"inductor_ext.{name}"), name).__path__
-        if not (target / name).exists():
-            shutil.copytree(source, target / name, ignore=ignore)
-    return root
+def test_an_edited_source_misses(caches: Caches, tree: Path):
+    assert caches() == MISS
+    _edit(tree / "lowerings/decompose_k.py", "k < 1024", "k < 1025")
+    assert caches() == MISS, "hit although a constant of a lowering was edited"
+    _edit(tree / "templates/decompose_k.py", "tl.sum(partials, 0)", "tl.sum(partials, 0) ")
+    assert caches() == MISS, "hit although a template was edited"
+    _edit(tree / "choosing.py", "threshold: float = 1.03", "threshold: float = 1.04")
+    assert caches() == MISS, "hit although the way of choosing was edited"
+    assert caches() == HIT
 
 
-def _edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert text.count(old) >= 1, f"{old!r} is not in {path.name}: edit another constant"
-    path.write_text(text.replace(old, new, 1))
-
-
-def test_an_edited_source_misses(caches: Caches, tmp_path: Path):
-    tree = _tree(tmp_path / "site")
-    before = f"import inductor_ext; assert inductor_ext.__path__ == [{str(tree / 'inductor_ext')!r}]"
-    how = {"before": before, "path": (tree,)}
-    assert caches(**how) == MISS
-    assert caches(**how) == HIT
-    _edit(tree / "inductor_ext/lowerings/decompose_k.py", "k < 1024", "k < 1025")
-    assert caches(**how) == MISS, "hit although a constant of a lowering was edited"
-    assert caches(**how) == HIT
-    _edit(tree / "inductor_ext/templates/decompose_k.py", "tl.sum(partials, 0)", "tl.sum(partials, 0) ")
-    assert caches(**how) == MISS, "hit although a template was edited"
-    _edit(tree / "inductor_ext/choosing.py", "threshold: float = 1.03", "threshold: float = 1.04")
-    assert caches(**how) == MISS, "hit although the way of choosing was edited"
-    assert caches(**how) == HIT
-
-
-CUSTOM_OP = '''
+CUSTOM_OP = """
 import torch, inductor_ext
 
 def half(a, b):
     return a / SCALE, b
 
-def generator(fakes):
-    return [inductor_ext.CustomOpConfig(half)]
-
 @torch.library.custom_op("inductor_ext_test::keyed", mutates_args=())
 def keyed(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a / 2, b.clone()
 
-inductor_ext.register_custom_op_autotuning(keyed, REGISTRATION)
-'''
-CONFIGS = "configs=[inductor_ext.CustomOpConfig(half)]"
+inductor_ext.register_custom_op_autotuning(keyed, configs=[inductor_ext.CustomOpConfig(half)])
+"""
 
 
-@pytest.mark.parametrize(
-    ("scale", "registration"),
-    [
-        ("2 + 1", CONFIGS),
-        ("2", "configs=[inductor_ext.CustomOpConfig(half, b=1)]"),
-        ("2", "configs=[inductor_ext.CustomOpConfig(half), inductor_ext.CustomOpConfig()]"),
-        ("2", "config_generator=generator"),
-        ("2", CONFIGS + ", min_speedup_threshold=1.5"),
-    ],
-)
-def test_the_text_of_a_custom_operations_candidates_is_in_the_revision(
-    tmp_path: Path, scale: str, registration: str
+@torch.library.custom_op("inductor_ext_test::revised", mutates_args=())
+def revised(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a / b
+
+
+def test_what_a_custom_operation_is_registered_with_is_in_the_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    before = _registered(tmp_path / "before", "2", CONFIGS)
-    assert _registered(tmp_path / "same", "2", CONFIGS) == before
-    assert _registered(tmp_path / "after", scale, registration) != before
+    monkeypatch.syspath_prepend(tmp_path)
 
+    def module(text: str) -> types.ModuleType:
+        """A module of this text: inspect reads a candidate's text from its file."""
+        path = tmp_path / f"module{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        found = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+        return found
 
-def _registered(folder: Path, scale: str, registration: str) -> str:
-    """The revision with the operation registered from a module of this text."""
-    import importlib.util
-
-    folder.mkdir()
-    path = folder / "keyed_module.py"
-    path.write_text(CUSTOM_OP.replace("SCALE", scale).replace("REGISTRATION", registration))
-    spec = importlib.util.spec_from_file_location("keyed_module", path)
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules["keyed_module"] = module
-    try:
-        spec.loader.exec_module(module)
+    def revision(**registration: Any) -> str:
+        inductor_ext.register_custom_op_autotuning(revised, **registration)
         return registry.revision()
-    finally:
-        del sys.modules["keyed_module"]
+
+    Config = inductor_ext.CustomOpConfig
+    text = "SCALE = 2\ndef f(a, b): return helper(a, b)\ndef helper(a, b): return a / b"
+    f = module(text).f
+    before = revision(configs=[Config(f)])
+    assert revision(configs=[Config(module(text).f)]) == before
+    revisions = [
+        before,
+        revision(configs=[Config(module(text.replace("return a / b", "return b / a")).f)]),
+        revision(configs=[Config(module(text.replace("= 2", "= 3")).f)]),
+        revision(configs=[Config(f, scale=1)]),
+        revision(configs=[Config(f, scale=2)]),
+        revision(configs=[Config(f), Config(f, scale=2)]),
+        revision(configs=[Config(f, config_patches={"coordinate_descent_tuning": True})]),
+        revision(configs=[Config(f)], min_speedup_threshold=1.5),
+        revision(config_generator=f),
+    ]
+    assert len(set(revisions)) == len(revisions)
+    assert revision(configs=[Config(f)]) == before
 
 
 def test_a_custom_operations_text_misses(caches: Caches, tmp_path: Path):
     path = tmp_path / "keyed_module.py"
-    how = {"before": "import keyed_module", "path": (tmp_path,)}
-    path.write_text(CUSTOM_OP.replace("SCALE", "2").replace("REGISTRATION", CONFIGS))
+    how = {"before": "import keyed_module", "path": (tmp_path,)}  # it imports inductor_ext
+    path.write_text(CUSTOM_OP.replace("SCALE", "2"))
     assert caches(**how) == MISS
     assert caches(**how) == HIT
-    path.write_text(CUSTOM_OP.replace("SCALE", "2.0").replace("REGISTRATION", CONFIGS))
+    path.write_text(CUSTOM_OP.replace("SCALE", "2.0"))
     assert caches(**how) == MISS
 
 

@@ -39,7 +39,9 @@ def accepts(path: str, *args: Any, **kwargs: Any) -> None:
 
 def is_a(path: str, kind: type) -> None:
     found = find(path)
-    assert isinstance(found, kind), f"{path} became a {type(found).__name__}, compat.py wants {kind}"
+    assert isinstance(found, kind), (
+        f"{path} became a {type(found).__name__}, compat.py wants {kind}"
+    )
 
 
 X = object()
@@ -69,7 +71,9 @@ def test_pass_lists():
         is_a(f"torch._inductor.fx_passes.{stage}:pass_patterns", list)
     for entry in find("torch._inductor.fx_passes.post_grad:pass_patterns")[:1]:
         assert callable(entry.apply), "the entries of pass_patterns no longer have apply(graph)"
-    with pytest.raises(ValueError, match=r"expected a stage among .*joint.*post_grad.*, got 'late'"):
+    with pytest.raises(
+        ValueError, match=r"expected a stage among .*joint.*post_grad.*, got 'late'"
+    ):
         compat.append_graph_pass("late", None)
 
 
@@ -178,9 +182,11 @@ def test_ir():
     accepts("torch._inductor.ir:ir_node_to_tensor", X)
     accepts("torch._inductor.ir:FixedLayout", X, torch.float32, [4])
     is_a("torch._inductor.ir:TensorBox", type)
-    fields = {f for c in find("torch._inductor.ir:Pointwise").__mro__ for f in vars(c).get(
-        "__dataclass_fields__", ()
-    )}
+    fields = {
+        f
+        for c in find("torch._inductor.ir:Pointwise").__mro__
+        for f in vars(c).get("__dataclass_fields__", ())
+    }
     assert {"device", "dtype", "inner_fn", "ranges"} <= fields, "ir.Pointwise has other fields"
     accepts("torch._inductor.ir:Pointwise.create", device=X, dtype=X, inner_fn=X, ranges=X)
     for name in ("freeze_layout", "get_size", "get_stride", "get_dtype", "get_device"):
@@ -194,7 +200,9 @@ def test_template():
     accepts(f"{path}SymbolicGridFn", X)
     generate = inspect.signature(find(f"{path}TritonTemplate.generate"))
     generate.bind(X, input_nodes=(), layout=X, num_stages=1, num_warps=1, BLOCK=8)
-    assert "kernel_type" in vars(find(f"{path}TritonTemplate")), "TritonTemplate.kernel_type is gone"
+    assert "kernel_type" in vars(find(f"{path}TritonTemplate")), (
+        "TritonTemplate.kernel_type is gone"
+    )
     kernel = find(f"{path}TritonTemplateKernel")
     accepts(f"{path}TritonTemplateKernel.jit_lines", X)
     accepts(f"{path}TritonTemplateKernel.store_output", X, ("i",), "acc", None, val_shape=("B",))

@@ -132,7 +132,9 @@ def test_lowerings_of_one_operation_are_tried_in_order(toy):
 
 def test_a_name_is_registered_once(toy):
     name = toy(aten.ceil.default, lambda x: None)
-    with pytest.raises(ValueError, match=f"expected a new lowering name, got '{name}' a second time"):
+    with pytest.raises(
+        ValueError, match=f"expected a new lowering name, got '{name}' a second time"
+    ):
         registry.register(registry.Lowering(name))
 
 
@@ -188,7 +190,9 @@ def test_a_thread_started_before_the_import(fresh):
         print(json.dumps(out))
     """
     ((calls, fired),) = fresh(script).result
-    assert fired == [True] and len(calls) == 2 and all("decompose_k" in c or "mm" in c for c in calls)
+    assert (
+        fired == [True] and len(calls) == 2 and all("decompose_k" in c or "mm" in c for c in calls)
+    )
 
 
 def test_a_thread_started_after_the_import():
@@ -237,7 +241,9 @@ def test_backward_in_another_thread_sees_the_lowering(fresh):
 def test_switching_off_reaches_every_thread():
     codes = []
     with inductor_ext.disable("decompose_k"):
-        thread = threading.Thread(target=lambda: codes.append(compile_for("h200", relu_mm, *SKINNY)))
+        thread = threading.Thread(
+            target=lambda: codes.append(compile_for("h200", relu_mm, *SKINNY))
+        )
         thread.start()
         thread.join()
     assert not codes[0].decisions and "extern_kernels.mm" in codes[0].calls
@@ -286,7 +292,9 @@ def test_only_leaves_one_on(toy):
 @pytest.mark.parametrize("switch", [inductor_ext.enable, inductor_ext.disable])
 def test_unknown_names_are_refused_and_nothing_changes(switch):
     before = registry.status()
-    with pytest.raises(ValueError, match=r"expected lowering names among \[.*'decompose_k'.*got nope$"):
+    with pytest.raises(
+        ValueError, match=r"expected lowering names among \[.*'decompose_k'.*got nope$"
+    ):
         switch("decompose_k", "nope")
     assert registry.status() == before
 
@@ -386,7 +394,11 @@ def test_a_lowering_that_raises_leaves_stock_and_warns_once(toy):
     assert kernel.source.split("def triton_")[1] == stock.source.split("def triton_")[1]
     assert code.calls == [kernel.name]
     (decision,) = (d for d in code.decisions if d.lowering == name)
-    assert (decision.fired, decision.chosen, decision.sites) == (False, "stock", "aten.ceil.default")
+    assert (decision.fired, decision.chosen, decision.sites) == (
+        False,
+        "stock",
+        "aten.ceil.default",
+    )
     assert decision.reason == "the lowering failed: ArithmeticError: no idea about torch.float32"
 
 

@@ -116,7 +116,12 @@ def test_fires(case):
 def test_candidates_are_named_in_the_report():
     names = [c.name for c in compile_for("h200", mm, A, B).decisions[0].candidates]
     assert names[0] == "stock" and len(set(names)) == len(names)
-    for pattern in (r"split\d+_.*_pdl", r"split\d+_\d+x\d+x\d+_w\d_s\d", ".*_rowwise", r"bmm_split\d+"):
+    for pattern in (
+        r"split\d+_.*_pdl",
+        r"split\d+_\d+x\d+x\d+_w\d_s\d",
+        ".*_rowwise",
+        r"bmm_split\d+",
+    ):
         assert any(re.fullmatch(pattern, n) for n in names), pattern
 
 
@@ -201,7 +206,9 @@ def test_symbolic_size_needs_a_bound(name):
     fn = torch.bmm if name == "batch" else mm
     code = compile_for("h200", fn, *args, dynamic=where)
     assert f"{name} has no upper bound" in left(code) and code.frames == 1
-    bounded = {arg: {dim: (2, 8 if name == "batch" else 64) for dim in dims} for arg, dims in where.items()}
+    bounded = {
+        arg: {dim: (2, 8 if name == "batch" else 64) for dim in dims} for arg, dims in where.items()
+    }
     code = compile_for("h200", fn, *args, dynamic=bounded)
     fired(code)
     assert code.frames == 1
@@ -277,7 +284,9 @@ def test_partials_are_neither_zeroed_nor_accumulated_into():
 
 def test_64_bit_offsets_where_an_operand_needs_them():
     def index_types(code):
-        return {i for k in code.kernels for i in re.findall(r"INDEX : tl.constexpr = (\S+)", k.source)}
+        return {
+            i for k in code.kernels for i in re.findall(r"INDEX : tl.constexpr = (\S+)", k.source)
+        }
 
     assert index_types(compile_for("h200", mm, A, B)) == {"tl.int32"}
     rows = t(16, 1 << 28)[:, : 1 << 15]  # the last row begins past 2**31
