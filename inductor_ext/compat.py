@@ -393,7 +393,8 @@ class Template:
             def jit_lines(self) -> Any:
                 pdl = self.meta.get("PDL")
                 if pdl:
-                    self.triton_meta = {**(self.triton_meta or {}), "launch_pdl": True}
+                    meta: dict[str, Any] = {**(self.triton_meta or {}), "launch_pdl": True}
+                    self.triton_meta = meta
                 lines = super().jit_lines()
                 if pdl and on_real_card():
                     _build_launcher(tuple(self.triton_meta["signature"].values()))
