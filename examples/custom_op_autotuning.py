@@ -1,4 +1,4 @@
-"""Tune an operation of your own: two outputs, two implementations, the faster right one is emitted."""
+"""Tune your own operation: two outputs, two implementations, the faster right one is emitted."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""A PyTorch Inductor plugin. ``import inductor_ext`` before ``torch.compile``; nothing else changes.
+"""A PyTorch Inductor plugin: ``import inductor_ext`` before ``torch.compile``, that is all.
 
-Importing registers the lowerings and puts the plugin's revision into Inductor's cache keys. No torch
-setting is touched and no custom-pass slot is taken.
+Importing registers the lowerings and puts the plugin's revision into Inductor's cache keys. No
+torch setting is touched and no custom-pass slot is taken.
 """
 
 import torch as _torch
@@ -23,7 +23,7 @@ from .report import Decision, Report, explain
 _registry.add_salt("forced", _choosing.forced_salt)
 _compat.install_salt(_registry.revision)
 
-from . import lowerings as _lowerings  # noqa: E402  (registers every capability)
+from . import lowerings as lowerings  # noqa: E402  (registers every capability)
 
 __version__ = "0.1.0"
 __all__ = [

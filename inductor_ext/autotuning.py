@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import threading
@@ -116,10 +117,10 @@ def register_custom_op_autotuning(
     ``custom_op`` is a ``torch.library.custom_op`` or an aten ``OpOverload``. Give ``configs``
     (``CustomOpConfig`` values, Inductor's own accepted) or ``config_generator``, which gets the
     tensor arguments by schema name as fake tensors and returns configs. ``input_gen_fns`` maps
-    argument names to functions from a fake tensor to a tensor on the card used for measuring (default:
-    random). A candidate must beat stock by ``min_speedup_threshold``. Timing always replays CUDA
-    graphs, whatever ``benchmark_with_cudagraphs`` says. Registering an operation again replaces what
-    was registered. Measures on the first compile on a card, in every mode; on a virtual card the
+    argument names to functions from a fake tensor to a tensor on the card, used for measuring
+    (default: random). A candidate must beat stock by ``min_speedup_threshold``. Timing always replays CUDA
+    graphs, whatever ``benchmark_with_cudagraphs`` says. Registering an operation again replaces
+    what was registered. Measures on the first compile on a card, in every mode; on a virtual card the
     choice is stock unless forced. Outputs are as deterministic as the chosen implementation.
 
     Raises TypeError for a wrong kind of argument, ValueError for contradictory ones, and
@@ -164,7 +165,7 @@ def register_custom_op_autotuning(
 @contextlib.contextmanager
 def _inside(op: Any) -> Iterator[None]:
     """While a candidate of ``op`` is lowered, ``op`` within it means the default implementation."""
-    before = getattr(_active, "ops", frozenset())
+    before: frozenset[Any] = getattr(_active, "ops", frozenset())
     _active.ops = before | {op}
     try:
         yield
@@ -201,7 +202,7 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _inline(op, config, list(tensors.values()), list(fakes.values()), scalars, node)
 
     candidates = [
-        choosing.Candidate(n, lambda config=config: emit(config)) for n, config in names.items()
+        choosing.Candidate(n, functools.partial(emit, config)) for n, config in names.items()
     ]
     return choosing.choose(
         entry.name,

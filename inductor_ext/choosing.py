@@ -1,14 +1,15 @@
 """From candidates to a choice at one site.
 
-Order: a candidate forced by name (tests, measuring), then the measurement in max-autotune modes, then
-the lowering's stated heuristic. The stock lowering is always a candidate, called ``stock``; choosing
-it means the lowering returns None and Inductor goes on as if the plugin were not there.
+Order: a candidate forced by name (tests, measuring), then the measurement in max-autotune modes,
+then the lowering's stated heuristic. The stock lowering is always a candidate, called ``stock``;
+choosing it means the lowering returns None and Inductor goes on as if the plugin were not there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +30,8 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """How a site is measured: outside max-autotune modes too, the speed-up over stock that a candidate
-    needs, and functions that make inputs by argument name."""
+    """How a site is measured: outside max-autotune modes too (``always``), what speed-up over stock
+    a candidate needs, and functions that make inputs by argument name."""
 
     always: bool = False
     threshold: float = 1.03  # a tie within the noise goes to stock: a rewrite must earn its place
@@ -40,7 +41,6 @@ class Measure:
 _forced: dict[str, str] = {}
 _forced_here = threading.local()
 _lock = threading.Lock()
-_never_measure = 0
 
 
 @contextlib.contextmanager
@@ -70,19 +70,6 @@ def _force_here(lowering: str, name: str) -> Iterator[None]:
         yield
     finally:
         _forced_here.choices = before
-
-
-@contextlib.contextmanager
-def no_measuring() -> Iterator[None]:
-    """No candidate is timed while open: there is no card (virtual cards), or the caller forbids it."""
-    global _never_measure
-    with _lock:
-        _never_measure += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _never_measure -= 1
 
 
 def forced_salt() -> str:
@@ -123,11 +110,7 @@ def choose(
         reason = f"forced to {pattern}"
         if name == STOCK and not re.fullmatch(pattern, STOCK):
             reason += f", which matches none of {', '.join(by_name)}"
-    elif (
-        (measure.always or compat.wants_measurement())
-        and not _never_measure
-        and compat.on_real_card()
-    ):
+    elif (measure.always or compat.wants_measurement()) and compat.on_real_card():
         source = "measured"
         name, reason, times = _measure(lowering, list(by_name), key, measure)
     else:
@@ -158,9 +141,8 @@ def _measure(
         with _force_here(lowering, name), report.muted():
             return found.compile()
 
-    results = found.compare(
-        {name: lambda name=name: build(name) for name in [STOCK, *names]}, how.input_gen_fns
-    )
+    builders = {name: functools.partial(build, name) for name in [STOCK, *names]}
+    results = found.compare(builders, how.input_gen_fns)
     for name, outcome in results.items():
         times.append(report.CandidateTime(name, outcome.us, outcome.note))
     timed = {t.name: t.us for t in times if t.us is not None}

@@ -215,8 +215,10 @@ def float32_precision() -> str:
 
 
 def on_real_card() -> bool:
-    """Whether kernels can run: a card is present (virtual ones are announced by no_measuring)."""
-    return torch.cuda.is_available()
+    """Whether kernels can run: a card is present, and no virtual one stands in for it."""
+    from . import compat_virtual
+
+    return compat_virtual.active_card() is None and torch.cuda.is_available()
 
 
 def without_caches() -> Any:
@@ -372,9 +374,9 @@ def _build_launcher(signature: tuple[str, ...]) -> None:
 class Template:
     """A Triton template whose epilogue Inductor fuses, launched with PDL where asked.
 
-    ``grid(*sizes, meta, cdiv)`` gets the output's sizes (ints or sympy). ``source`` is a template in
-    Inductor's dialect: ``def_kernel``, ``size``, ``stride``, ``store_output``. Two constants are ours:
-    ``PDL`` launches with programmatic dependent launch, ``FLAT`` names the variable that already
+    ``grid(*sizes, meta, cdiv)`` gets the output's sizes (ints or sympy). ``source`` is a template
+    in Inductor's dialect: ``def_kernel``, ``size``, ``stride``, ``store_output``. Two constants are
+    ours: ``PDL`` launches with programmatic dependent launch, ``FLAT`` names the variable that already
     holds the offset into a contiguous output, so that it is not put together from its coordinates.
     """
 
@@ -393,11 +395,12 @@ class Template:
             def jit_lines(self) -> Any:
                 pdl = self.meta.get("PDL")
                 if pdl:
-                    meta: dict[str, Any] = {**(self.triton_meta or {}), "launch_pdl": True}
-                    self.triton_meta = meta
+                    known: Any = self.triton_meta
+                    self.triton_meta = {**(known or {}), "launch_pdl": True}
                 lines = super().jit_lines()
                 if pdl and on_real_card():
-                    _build_launcher(tuple(self.triton_meta["signature"].values()))
+                    built: Any = self.triton_meta
+                    _build_launcher(tuple(built["signature"].values()))
                 return lines
 
             def store_output(self, *args: Any, **kwargs: Any) -> str:
@@ -567,7 +570,7 @@ def propagate_fakes(gm: torch.fx.GraphModule, fakes: Sequence[Any]) -> None:
 
 
 def random_like(fake: Any, device: torch.device) -> Any:
-    """A tensor of the sizes (hints), strides and dtype of a fake one, random and of scale about 1."""
+    """A random tensor with the sizes (hints), strides and dtype of a fake one."""
     from torch._dynamo.testing import rand_strided
 
     size = [_number(s) for s in fake.shape]

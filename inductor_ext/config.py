@@ -1,7 +1,7 @@
 """Switches, each with an ``INDUCTOR_EXT_*`` environment variable.
 
 Which lowerings are on is not a config value: it must be seen by every thread, and torch's config
-overrides are context-local. See ``registry.enable`` / ``registry.disable`` (``INDUCTOR_EXT_DISABLE``).
+overrides are context-local. See ``registry.enable``, ``registry.disable``, INDUCTOR_EXT_DISABLE.
 """
 
 import os

@@ -28,7 +28,7 @@ class Router(torch.nn.Module):
 
 
 def main(argv: list[str]) -> int:
-    """Print the selection report, the kernels and their facts; check the numbers; time on a card."""
+    """Print the report, the kernels and their facts; check the numbers; time on a card."""
     parser = argparse.ArgumentParser("inductor_ext demo", description=__doc__)
     parser.add_argument("--card", default="h200", help="virtual card to generate code for")
     options = parser.parse_args(argv)

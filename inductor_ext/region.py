@@ -1,7 +1,7 @@
 """The piece of graph a choice is about: the operation being lowered and what fuses behind it.
 
-In max-autotune modes every candidate is compiled with that whole region by the same lowering and code
-generation as the graph around it, checked against fp64, and timed by graph replay with cold L2. So
+In max-autotune modes every candidate is compiled with that whole region by the same lowering and
+code generation as the graph around it, checked against fp64, and timed by graph replay with cold L2. So
 the epilogue is part of the measurement and what wins is what is emitted.
 """
 
@@ -103,7 +103,8 @@ class Region:
                 if not verdict.ok:
                     return verdict.reason
             elif g.shape != e.shape or g.dtype != e.dtype:
-                return f"{g.dtype} {tuple(g.shape)} where the default gives {e.dtype} {tuple(e.shape)}."
+                want = f"{e.dtype} {tuple(e.shape)}"
+                return f"{g.dtype} {tuple(g.shape)} where the default gives {want}."
             else:
                 # No wider reference exists: both may be off by rounding at the largest magnitude.
                 eps = torch.finfo(e.dtype).eps if e.is_floating_point() else 0.0

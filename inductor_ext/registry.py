@@ -26,9 +26,8 @@ from . import compat, config, report
 class Lowering:
     """One capability.
 
-    ``lower`` maps an aten overload to a function called with the lowering's arguments (Inductor IR);
-    it returns IR, or None to leave the site to stock. ``passes`` maps "pre_grad", "joint" or
-    "post_grad" to a function that edits an ``fx.Graph`` in place.
+    ``lower`` maps an aten overload to a function called with the lowering's arguments (Inductor
+    IR); it returns IR, or None to leave the site to stock. ``passes`` maps "joint" or "post_grad" to a function that edits an ``fx.Graph`` in place.
     """
 
     name: str
@@ -84,7 +83,7 @@ def _dispatch(op: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 class _GuardedPass:
-    """A graph pass in Inductor's list: skipped while its lowering is off, harmless when it fails."""
+    """A graph pass in Inductor's list: skipped while its lowering is off, harmless if it fails."""
 
     def __init__(self, name: str, lowering: Lowering, apply: Callable[[Any], None]) -> None:
         self.name, self.lowering, self.edit = name, lowering, apply
@@ -141,7 +140,7 @@ class _Switch(contextlib.AbstractContextManager):
 
 
 def enable(*names: str) -> contextlib.AbstractContextManager:
-    """Turn lowerings on (all without names), for the process; ``with enable(...)`` restores on exit.
+    """Turn lowerings on (all, without names) for the process; ``with`` restores on exit.
 
     Affects compiles that start later; what is compiled stays. Raises ValueError for unknown names.
     """

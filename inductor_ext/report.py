@@ -1,9 +1,9 @@
 """What the plugin decided, where and why.
 
 Every site a lowering looks at ends in one ``Decision``: fired or left alone, the candidate chosen,
-the times or the rule behind it. Decisions are logged to ``inductor_ext`` (``TORCH_LOGS="+inductor_ext"``
-or the standard logging module) and handed to every collector that is open, whichever thread compiles:
-the backward of a training graph is lowered in the autograd engine's thread.
+the times or the rule behind it. Decisions are logged to ``inductor_ext``
+(``TORCH_LOGS="+inductor_ext"`` or the standard logging module) and handed to every collector that
+is open, whichever thread compiles: the backward of a training graph is lowered in the autograd engine's thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("inductor_ext")
 
 @dataclasses.dataclass(frozen=True)
 class CandidateTime:
-    """One candidate of a decision. ``us`` is None where it was not timed; ``note`` says why it lost."""
+    """One candidate of a decision; ``us`` is None where it was not timed, ``note`` says why."""
 
     name: str
     us: float | None = None
@@ -134,7 +134,7 @@ class Report:
         from rich.table import Table
 
         if not self.decisions:
-            return "inductor_ext: no site was looked at (nothing in this graph concerns an enabled lowering)"
+            return "inductor_ext: no site was looked at (nothing here concerns an enabled lowering)"
         table = Table(title="inductor_ext decisions", title_justify="left")
         any_timed = any(c.us is not None for d in self.decisions for c in d.candidates)
         table.add_column("site", width=32)

@@ -1,7 +1,7 @@
 """Decompose-K: matrix products with tiny M, N and huge K, split along K.
 
-Recognises mm, addmm, bmm and baddbmm (with their out_dtype overloads) at lowering time and emits the
-partial products and the sum over them as two IR nodes, so that Inductor fuses whatever pointwise
+Recognises mm, addmm, bmm and baddbmm (with their out_dtype overloads) at lowering time and emits
+the partial products and the sum over them as two IR nodes, so that Inductor fuses whatever pointwise
 region follows into the sum. The kernels are in templates/decompose_k.py.
 """
 
@@ -96,7 +96,8 @@ def _pow2(n: int) -> int:
 
 def _split_size(k: int, splits: int, block_k: int) -> int:
     """Elements of K per split: a multiple of the K tile, so only the last split is ragged."""
-    return -(-(-(-k // splits)) // block_k) * block_k
+    per_split = -(-k // splits)
+    return -(-per_split // block_k) * block_k
 
 
 def _block_k(per_split: int, itemsize: int) -> int:
@@ -205,8 +206,8 @@ def tilings(
 def worth_it(m: int, n: int, k: int, batch: int, itemsize: int, sms: int) -> str | None:
     """None where splitting K is expected to win against cuBLAS, else why not.
 
-    On the H200 the split won by 1.9x or more from K = 1024 on while the output had up to 16 tiles of
-    64x64, by 1.1x at 48 to 64 tiles; the margin is kept (benchmarks/NOTES.md).
+    On the H200 the split won by 1.9x or more from K = 1024 on while the output had up to 16 tiles
+    of 64x64, by 1.1x at 48 to 64 tiles; the margin is kept (benchmarks/NOTES.md).
     """
     tiles = -(-m // 64) * -(-n // 64) * batch
     if k < 1024:

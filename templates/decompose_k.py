@@ -14,9 +14,10 @@ L2 is where all SMs meet, so a line fetched too early is updated, never stale.
 """
 
 PARTIAL = r"""
-{% set masks_a = ([] if EVEN_M else ["(rm[:, None] < M)"]) + ([] if EVEN_K else ["(rk[None, :] < K)"]) %}
-{% set masks_b = ([] if EVEN_K else ["(rk[:, None] < K)"]) + ([] if EVEN_N else ["(rn[None, :] < N)"]) %}
-{% set masks_c = ([] if EVEN_M else ["(rm[:, None] < M)"]) + ([] if EVEN_N else ["(rn[None, :] < N)"]) %}
+{% set in_m, in_n = "(rm[:, None] < M)", "(rn[None, :] < N)" %}
+{% set masks_a = ([] if EVEN_M else [in_m]) + ([] if EVEN_K else ["(rk[None, :] < K)"]) %}
+{% set masks_b = ([] if EVEN_K else ["(rk[:, None] < K)"]) + ([] if EVEN_N else [in_n]) %}
+{% set masks_c = ([] if EVEN_M else [in_m]) + ([] if EVEN_N else [in_n]) %}
 {{def_kernel("A", "B")}}
     M = {{size("A", -2)}}
     N = {{size("B", -1)}}
@@ -95,7 +96,8 @@ def partial_grid(*sizes_and_meta, cdiv):
 
 
 REDUCE = r"""
-{% set masks = ([] if SPLITS == RBLOCK else ["(s[:, None] < SPLITS)"]) + ([] if EVEN_X else ["(idx_x[None, :] < XNUMEL)"]) %}
+{% set in_s, in_x = "(s[:, None] < SPLITS)", "(idx_x[None, :] < XNUMEL)" %}
+{% set masks = ([] if SPLITS == RBLOCK else [in_s]) + ([] if EVEN_X else [in_x]) %}
 {{def_kernel("P")}}
     M = {{size("P", -2)}}
     N = {{size("P", -1)}}

@@ -86,7 +86,6 @@ def compile_for(
     with (
         compat_virtual.virtual_card(target, choices.choose, trace.on_code) as on_card,
         report.collect() as decisions,
-        choosing.no_measuring(),
         choosing.force(ours),
         contextlib.ExitStack() as stack,
     ):

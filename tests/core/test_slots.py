@@ -99,7 +99,7 @@ OCCUPY = """
         def __call__(self, gm, joint_inputs, **kwargs):
             from functorch.compile import min_cut_rematerialization_partition
             ran.add("custom_partitioner_fn")
-            return min_cut_rematerialization_partition(gm, joint_inputs, compiler="inductor", **kwargs)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
         def uuid(self):
             return "partitioner"
