@@ -13,6 +13,8 @@ Columns
   ours           torch.compile, default mode, with the plugin
   unfused        the plugin's product, then the epilogue as a compiled function of its own
   ours_max       max-autotune-no-cudagraphs with the plugin (only when named in --columns)
+  ours_early     ours, the sum releasing its successor at once (only when named)
+  ours_late      ours, the sum releasing its successor after its wait (only when named)
   floor          the larger of bytes over copy bandwidth and flops over matmul rate
 
 Suites: relu_bf16, bf16, fp16, fp32 (precision "highest"): A[M,K] @ B[K,N], both row-major.
@@ -37,13 +39,16 @@ from benchmarks import common
 
 LOWERING = "decompose_k"
 DEVICE = "cuda"
-COLUMNS = ("eager", "compile", "max_autotune", "decomposition", "ours", "unfused", "ours_max")
+COLUMNS = ("eager", "compile", "max_autotune", "decomposition", "ours", "unfused")
+NAMED = ("ours_max", "ours_early", "ours_late")
 STOCK = ("eager", "compile", "max_autotune")
-PLUGIN = ("ours", "unfused", "ours_max")
+PLUGIN = ("ours", "unfused", *NAMED)
+FORCED = {"ours_early": ".*_pdl", "ours_late": ".*_pdl_late"}
 MAX_AUTOTUNE = ("max_autotune", "ours_max")
 WINS_OVER = ("best_stock", "decomposition")
 HOST_TIMED = ("eager", "compile", "ours")
 SPLITS = (8, 16, 32, 64, 128)
+SQUARE_SPLITS = (64, 128)  # the best of the five in each of 24 squares measured
 DRAWS = 4  # input sets of different values that every candidate is checked on
 REPEATS = 20
 QUICK_CASES, QUICK_REPEATS = 3, 10
@@ -173,7 +178,8 @@ def variants(case: Case, columns: Sequence[str]) -> list[str]:
     out: list[str] = []
     for column in columns:
         if column == "decomposition":
-            out += [f"{column}/{s}" for s in SPLITS if case.k % s == 0]
+            splits = SQUARE_SPLITS if case.m == case.n else SPLITS
+            out += [f"{column}/{s}" for s in splits if case.k % s == 0]
         elif column != "unfused" or case.epilogue != "none":
             out.append(column)
     return out
@@ -184,7 +190,7 @@ def build(case: Case, variant: str, inputs: Sequence[Any]) -> tuple[Callable[...
     import torch
 
     import inductor_ext
-    from inductor_ext import report
+    from inductor_ext import choosing, report
 
     column, _, splits = variant.partition("/")
     if column == "eager":
@@ -207,7 +213,8 @@ def build(case: Case, variant: str, inputs: Sequence[Any]) -> tuple[Callable[...
     else:
         call = compiled(site(case))
     switch = inductor_ext.enable if column in PLUGIN else inductor_ext.disable
-    with switch(LOWERING), report.collect() as decisions:
+    forced = {LOWERING: FORCED[column]} if column in FORCED else {}
+    with switch(LOWERING), choosing.force(forced), report.collect() as decisions:
         call(*inputs)
         torch.cuda.synchronize()
     return call, "; ".join(d.chosen if d.fired else f"stock: {d.reason}" for d in decisions)
@@ -387,7 +394,7 @@ def merge(paths: Sequence[Path], out: Path) -> None:
     """Join the CSV and JSON files of several runs, with plot and summary; needs no card."""
     rows = [row for path in paths for row in common.read_csv(path)]
     runs = [json.loads(path.with_suffix(".json").read_text()) for path in paths]
-    versus = comparison([c for c in COLUMNS if any(r.get(f"{c}_check") for r in rows)])
+    versus = comparison([c for c in (*COLUMNS, *NAMED) if any(r.get(f"{c}_check") for r in rows)])
     table = common.CsvFile(out / "decompose_k.csv", list(dict.fromkeys(k for r in rows for k in r)))
     for group in versus.grouped(rows).values():
         for row in group:
@@ -406,8 +413,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--suite", choices=[*SUITES, "all"], default="all")
-    known = common.names_of(COLUMNS)
-    add("--columns", type=known, default=list(COLUMNS[:-1]), help="comma-separated")
+    known = common.names_of((*COLUMNS, *NAMED))
+    add("--columns", type=known, default=list(COLUMNS), help="comma-separated")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
     add("--quick", action="store_true", help=f"{QUICK_CASES} shapes a suite, fewer repeats")
     add("--shard", type=common.shard, default=(1, 1), help="I/N: every Nth shape from the Ith")

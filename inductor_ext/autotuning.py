@@ -72,7 +72,7 @@ class _Registration:
             )
         for fn in functions:
             if fn is not None:
-                parts.append(_text(fn))
+                parts.append(f"{getattr(fn, '__qualname__', '')} {_text(fn)}")
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -118,10 +118,10 @@ def register_custom_op_autotuning(
     (``CustomOpConfig`` values, Inductor's own accepted) or ``config_generator``, which gets the
     tensor arguments by schema name as fake tensors and returns configs. ``input_gen_fns`` maps
     argument names to functions from a fake tensor to a tensor on the card, used for measuring
-    (default: random). A candidate must beat stock by ``min_speedup_threshold``. Timing always replays CUDA
-    graphs, whatever ``benchmark_with_cudagraphs`` says. Registering an operation again replaces
-    what was registered. Measures on the first compile on a card, in every mode; on a virtual card the
-    choice is stock unless forced. Outputs are as deterministic as the chosen implementation.
+    (default: random). A candidate must beat stock by ``min_speedup_threshold``. Timing always
+    replays CUDA graphs, whatever ``benchmark_with_cudagraphs`` says. Registering an operation again
+    replaces what was registered. Measures on the first compile on a card, in every mode; on a
+    virtual card the choice is stock unless forced. Outputs are as deterministic as what is chosen.
 
     Raises TypeError for a wrong kind of argument, ValueError for contradictory ones, and
     NotImplementedError for ``dispatch_on``/``split_points``, which this version does not have.
@@ -154,11 +154,11 @@ def register_custom_op_autotuning(
     known = op in _registrations
     if known:
         entry.name = _registrations[op].name
-    _registrations[op] = entry
     if not known:
         registry.register(
             registry.Lowering(entry.name, {op: lambda *a, **k: _lower(op, *a, **k)}), first=True
         )
+    _registrations[op] = entry
     registry.add_salt(f"custom_op {op}", entry.salt)
 
 
@@ -183,10 +183,10 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
     scalars = {n: v for n, v in bound.items() if n not in tensors}
     sizes = " ".join("[" + ",".join(str(s) for s in t.get_size()) + "]" for t in tensors.values())
     site = f"{op} {sizes}"
-    if not tensors:
-        return choosing.leave(entry.name, site, "the operation has no tensor input")
     if any(compat.holds_tensor_ir(v) for v in scalars.values()):
         return choosing.leave(entry.name, site, "an argument is a list of tensors")
+    if not tensors:
+        return choosing.leave(entry.name, site, "the operation has no tensor input")
     for tensor in tensors.values():
         compat.realize(tensor)
     fakes = {n: compat.fake_of(t) for n, t in tensors.items()}

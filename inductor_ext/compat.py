@@ -376,8 +376,8 @@ class Template:
 
     ``grid(*sizes, meta, cdiv)`` gets the output's sizes (ints or sympy). ``source`` is a template
     in Inductor's dialect: ``def_kernel``, ``size``, ``stride``, ``store_output``. Two constants are
-    ours: ``PDL`` launches with programmatic dependent launch, ``FLAT`` names the variable that already
-    holds the offset into a contiguous output, so that it is not put together from its coordinates.
+    ours: ``PDL`` launches with programmatic dependent launch, ``FLAT`` names the variable that
+    already holds the offset into a contiguous output, so that it is not put together again.
     """
 
     def __init__(self, name: str, grid: Callable[..., Any], source: str) -> None:
@@ -392,15 +392,15 @@ class Template:
         )
 
         class Kernel(TritonTemplateKernel):
+            triton_meta: Any
+
             def jit_lines(self) -> Any:
                 pdl = self.meta.get("PDL")
                 if pdl:
-                    known: Any = self.triton_meta
-                    self.triton_meta = {**(known or {}), "launch_pdl": True}
+                    self.triton_meta = {**(self.triton_meta or {}), "launch_pdl": True}
                 lines = super().jit_lines()
                 if pdl and on_real_card():
-                    built: Any = self.triton_meta
-                    _build_launcher(tuple(built["signature"].values()))
+                    _build_launcher(tuple(self.triton_meta["signature"].values()))
                 return lines
 
             def store_output(self, *args: Any, **kwargs: Any) -> str:

@@ -1,7 +1,7 @@
 """Structural walking of the fx graph being lowered: what follows an operation, and how.
 
 Nothing here matches spellings. A region is grown from a node along its users while each step
-computes an output element from one element of each input; what stops the growth decides what can fuse.
+computes an output element from one element of each input; what stops it decides what can fuse.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The piece of graph a choice is about: the operation being lowered and what fuses behind it.
 
 In max-autotune modes every candidate is compiled with that whole region by the same lowering and
-code generation as the graph around it, checked against fp64, and timed by graph replay with cold L2. So
-the epilogue is part of the measurement and what wins is what is emitted.
+code generation as the graph around it, checked against fp64, and timed by graph replay with cold
+L2. So the epilogue is part of the measurement and what wins is what is emitted.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class Lowering:
     """One capability.
 
     ``lower`` maps an aten overload to a function called with the lowering's arguments (Inductor
-    IR); it returns IR, or None to leave the site to stock. ``passes`` maps "joint" or "post_grad" to a function that edits an ``fx.Graph`` in place.
+    IR); it returns IR, or None to leave the site to stock. ``passes`` maps "joint" or "post_grad"
+    to a function that edits an ``fx.Graph`` in place.
     """
 
     name: str

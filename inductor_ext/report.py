@@ -3,7 +3,7 @@
 Every site a lowering looks at ends in one ``Decision``: fired or left alone, the candidate chosen,
 the times or the rule behind it. Decisions are logged to ``inductor_ext``
 (``TORCH_LOGS="+inductor_ext"`` or the standard logging module) and handed to every collector that
-is open, whichever thread compiles: the backward of a training graph is lowered in the autograd engine's thread.
+is open, whichever thread compiles: a backward is lowered in the autograd engine's thread.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ class Report:
             return "inductor_ext: no site was looked at (nothing here concerns an enabled lowering)"
         table = Table(title="inductor_ext decisions", title_justify="left")
         any_timed = any(c.us is not None for d in self.decisions for c in d.candidates)
-        table.add_column("site", width=32)
-        table.add_column("chosen", width=31, overflow="fold")
-        table.add_column("times (us)", width=34 if any_timed else 13)
-        table.add_column("speed-up")
+        table.add_column("site", width=26 if any_timed else 32, overflow="fold")
+        table.add_column("chosen", width=22 if any_timed else 31, overflow="fold")
+        table.add_column("times (us)", width=30 if any_timed else 13, overflow="fold")
+        table.add_column("speed-up", min_width=8)
         table.add_column("why", overflow="fold")
         for d in self.decisions:
             table.add_row(
@@ -151,7 +151,8 @@ class Report:
                 d.reason,
             )
         out = io.StringIO()
-        Console(file=out, width=120).print(table)
+        # Sizes such as [s0,64] are text, not markup.
+        Console(file=out, width=120, markup=False, emoji=False).print(table)
         return out.getvalue().rstrip()
 
 

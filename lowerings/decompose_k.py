@@ -1,8 +1,8 @@
 """Decompose-K: matrix products with tiny M, N and huge K, split along K.
 
 Recognises mm, addmm, bmm and baddbmm (with their out_dtype overloads) at lowering time and emits
-the partial products and the sum over them as two IR nodes, so that Inductor fuses whatever pointwise
-region follows into the sum. The kernels are in templates/decompose_k.py.
+the partial products and the sum over them as two IR nodes, so that Inductor fuses whatever
+pointwise region follows into the sum. The kernels are in templates/decompose_k.py.
 """
 
 from __future__ import annotations
@@ -81,6 +81,11 @@ class Tiling:
     num_stages: int
     xblock: int
     reduce_warps: int
+
+    def fills_an_sm(self, itemsize: int) -> bool:
+        """Whether the pipeline's shared memory leaves no room for a second program on an SM."""
+        stage = (self.block_m + self.block_n) * self.block_k * itemsize
+        return 2 * stage * self.num_stages > 227 * 1024
 
     @property
     def name(self) -> str:
@@ -270,7 +275,9 @@ def _prefetchable(p: Problem, b: Any) -> str:
     return ""
 
 
-def _emit(p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool) -> Any:
+def _emit(
+    p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool = False, early: bool = False
+) -> Any:
     """IR of C from our partial-product kernel and a sum over the splits."""
     a, b = compat.realize(p.a), compat.realize(p.b)
     wide = any(compat.too_large_for_int32(x) for x in (a, b)) or compat.exceeds_int32(
@@ -319,6 +326,7 @@ def _emit(p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool) -> Any:
         BATCHED=p.batch is not None,
         INDEX=index,
         PDL=pdl,
+        EARLY=early,
         FLAT="'idx_x'",
     )
 
@@ -350,17 +358,14 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
     out = []
     for tiling in found:
         if pdl:
-            out.append(
-                choosing.Candidate(
-                    f"{tiling.name}_pdl",
-                    functools.partial(_emit, p, tiling, True, generated_sum=False),
-                )
-            )
-        out.append(
-            choosing.Candidate(
-                tiling.name, functools.partial(_emit, p, tiling, False, generated_sum=False)
-            )
-        )
+            early = functools.partial(_emit, p, tiling, True, early=True)
+            late = functools.partial(_emit, p, tiling, True)
+            pair = [
+                choosing.Candidate(f"{tiling.name}_pdl", early),
+                choosing.Candidate(f"{tiling.name}_pdl_late", late),
+            ]
+            out += pair if tiling.fills_an_sm(p.dtype.itemsize) else pair[::-1]
+        out.append(choosing.Candidate(tiling.name, functools.partial(_emit, p, tiling, False)))
     if few is not None:
         out.append(
             choosing.Candidate(

@@ -6,7 +6,8 @@
 The partials have their own buffer, so an element becomes final in exactly one place: Inductor fuses
 bias, activation, residual and casts onto that store. No atomics: the same bits every run.
 
-Programmatic dependent launch (PDL): both kernels let their successor start early and wait for their
+Programmatic dependent launch (PDL): both kernels let their successor start early (the sum at once,
+or only when the partials are there: then two partial kernels never share an SM) and wait for their
 predecessor before the first load of anything it may have written, and before the first store to
 memory it may still be reading. The wait is unconditional in every program, so "my predecessor has
 finished" carries over a chain of such kernels. Before the wait only a prefetch into L2 is allowed:
@@ -102,13 +103,16 @@ REDUCE = r"""
     M = {{size("P", -2)}}
     N = {{size("P", -1)}}
     XNUMEL = {{size("P", 1) if BATCHED else 1}} * M * N
-{% if PDL %}
+{% if PDL and EARLY %}
     tl.extra.cuda.gdc_launch_dependents()
 {% endif %}
     idx_x = (tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)).to(INDEX)
     s = tl.arange(0, RBLOCK).to(INDEX)
 {% if PDL %}
     tl.extra.cuda.gdc_wait()
+{% if not EARLY %}
+    tl.extra.cuda.gdc_launch_dependents()
+{% endif %}
 {% endif %}
     partials = tl.load(P + s[:, None] * XNUMEL + idx_x[None, :]
                        {%- if masks %}, mask={{masks | join(" & ")}}, other=0.0{% endif %})
