@@ -321,6 +321,23 @@ class Comparison:
         title = "ours: geometric mean of the speed-up over each column, and wins"
         print_table(title, ["suite", "calls", "cases", *heads], table)
 
+    def markdown(self, rows: Iterable[Row], rivals: Sequence[str]) -> str:
+        """A table of geometric means (and wins) over ``rivals``, one row per suite and kind."""
+        heads = " | ".join(f"over {r}" for r in rivals)
+        lines = [f"| suite | shapes | {heads} |", "|---|---|" + "---|" * len(rivals)]
+        for suite, group in self.grouped(rows).items():
+            for kind in KINDS:
+                cells = []
+                for rival in rivals:
+                    ratios = [self.speedups(r)[f"ours_{kind}vs_{rival}"] for r in group]
+                    ratios = [r for r in ratios if not math.isnan(r)]
+                    wins = sum(r > 1 for r in ratios)
+                    mean = geometric_mean(ratios)
+                    cells.append(f"{mean:.2f}x ({wins}/{len(ratios)})" if ratios else "-")
+                name = suite + ("-chain" if kind else "")
+                lines.append(f"| `{name}` | {len(group)} | {' | '.join(cells)} |")
+        return "\n".join(lines) + "\n"
+
     def plot(self, path: Path, rows: Iterable[Row], title: str) -> None:
         """A PNG of two panels per suite, one per kind: us of every column, and ``floor_us``."""
         panels: list[tuple[str, list[str], dict[str, list[float]]]] = []

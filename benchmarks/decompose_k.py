@@ -401,6 +401,11 @@ def merge(paths: Sequence[Path], out: Path) -> None:
             table.write(row)
     table.close()
     common.write_json(out / "decompose_k.json", runs)
+    rivals = ("eager", "compile", "max_autotune", "decomposition")
+    (out / "decompose_k_summary.md").write_text(
+        f"{_title(runs[0])}. Geometric mean of the speed-up (wins).\n\n"
+        + versus.markdown(rows, rivals)
+    )
     versus.plot(out / "decompose_k.png", rows, _title(runs[0]))
     versus.summary(rows, WINS_OVER)
 

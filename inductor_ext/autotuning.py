@@ -94,11 +94,16 @@ def _checked(configs: Any, *, allow_empty: bool = False) -> Sequence[Any]:
     if not configs and not allow_empty:
         raise ValueError("expected at least one config, got an empty list")
     for config in configs:
-        if not all(hasattr(config, a) for a in ("decomposition", "config_patches", "params")):
+        if not all(hasattr(config, a) for a in ("decomposition", "params")):
             raise TypeError(
                 f"expected each config as a CustomOpConfig, got {type(config).__name__}"
             )
-    return configs
+    return [
+        c  # Inductor's own has no config_patches on torch 2.11
+        if hasattr(c, "config_patches")
+        else CustomOpConfig(c.decomposition, **c.params)
+        for c in configs
+    ]
 
 
 def register_custom_op_autotuning(

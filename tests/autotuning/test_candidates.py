@@ -169,7 +169,9 @@ biased = define(
     "biased(Tensor x, *, Tensor bias, float gain=1.0) -> Tensor",
     lambda x, *, bias, gain=1.0: (x + bias) * gain,
 )
-first = define("first(int n, Tensor x, bool negate=False) -> Tensor", lambda n, x, negate=False: x * n)
+first = define(
+    "first(int n, Tensor x, bool negate=False) -> Tensor", lambda n, x, negate=False: x * n
+)
 optional = define(
     "optional(Tensor x, Tensor? y=None) -> Tensor", lambda x, y=None: x * 2 if y is None else x + y
 )
@@ -291,7 +293,9 @@ def test_parameters_win_over_the_calls_arguments():
 
 # --- generators -----------------------------------------------------------------------------------
 
-generated = define("generated(Tensor x, float gain, Tensor y) -> Tensor", lambda x, gain, y: x + y * gain)
+generated = define(
+    "generated(Tensor x, float gain, Tensor y) -> Tensor", lambda x, gain, y: x + y * gain
+)
 
 
 def test_a_generator_gets_the_tensors_by_name():
@@ -329,7 +333,10 @@ def test_a_generator_that_returns_nothing_keeps_stock():
 def test_a_generator_that_returns_something_else_is_an_error_at_the_site():
     op = define("bad_generator(Tensor x) -> Tensor", lambda x: x + 1)
     register_custom_op_autotuning(op, config_generator=lambda fakes: [plain for plain in (3,)])
-    with config.patch(strict=False), pytest.warns(UserWarning, match="as a CustomOpConfig, got int"):
+    with (
+        config.patch(strict=False),
+        pytest.warns(UserWarning, match="as a CustomOpConfig, got int"),
+    ):
         code = compile_for("h200", torch.ops.inductor_ext_test.bad_generator, A)
     assert code.extern_calls == ["torch.ops.inductor_ext_test.bad_generator.default"]
 
@@ -404,7 +411,9 @@ halves.register_fake(torch.empty_like)
 
 def by_halves(x):
     n = x.shape[0] // 2
-    return torch.cat([torch.ops.inductor_ext_test.halves(x[:n]), torch.ops.inductor_ext_test.halves(x[n:])])
+    return torch.cat(
+        [torch.ops.inductor_ext_test.halves(x[:n]), torch.ops.inductor_ext_test.halves(x[n:])]
+    )
 
 
 def test_a_candidate_that_calls_its_operation_gets_the_default_there():
@@ -516,4 +525,7 @@ def test_config_patches_reach_the_candidates_kernels():
         return
     code = compile_for("h200", fn, A, force=force)
     assert "'coordinate_descent_tuning': True" in code.kernels[0].source
-    assert "'coordinate_descent_tuning': True" not in compile_for("h200", lambda x: x.sum(-1), A).source
+    assert (
+        "'coordinate_descent_tuning': True"
+        not in compile_for("h200", lambda x: x.sum(-1), A).source
+    )

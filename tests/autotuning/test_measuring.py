@@ -65,7 +65,9 @@ class Card:
         self.calls: list[list[str]] = []
         self.inputs: list[Any] = []
 
-    def compare(self, calls: dict[str, Callable[..., Any]], inputs: Any, **how: Any) -> dict[str, Any]:
+    def compare(
+        self, calls: dict[str, Callable[..., Any]], inputs: Any, **how: Any
+    ) -> dict[str, Any]:
         self.calls.append(list(calls))
         self.inputs = list(inputs)
         found = {name: self.times.get(name, 10.0) for name in calls}
@@ -167,7 +169,9 @@ def test_the_speedup_that_is_asked_for(card, us, chosen):
 def test_stock_stays_where_it_cannot_be_timed(card):
     card.times = {"stock": "no graph", "right": 1.0}
     decision = decide(new_op(right), X, W)
-    assert decision.chosen == "stock" and decision.reason == "stock could not be timed here (no graph)"
+    assert (
+        decision.chosen == "stock" and decision.reason == "stock could not be timed here (no graph)"
+    )
 
 
 def test_the_choice_is_remembered_for_the_same_problem(card):
@@ -243,7 +247,9 @@ def test_several_outputs_are_all_checked(card):
     def second_wrong(x, w):
         return torch.mm(x, w), torch.mm(x, w)
 
-    register_custom_op_autotuning(pair, configs=[CustomOpConfig(second_wrong), CustomOpConfig(both)])
+    register_custom_op_autotuning(
+        pair, configs=[CustomOpConfig(second_wrong), CustomOpConfig(both)]
+    )
     card.times = {"second_wrong": 1.0, "both": 5.0}
     decision = decide(pair, X, W)
     assert decision.chosen == "both" and notes(decision)["second_wrong"].startswith("wrong")

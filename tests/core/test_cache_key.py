@@ -168,7 +168,10 @@ def test_what_a_custom_operation_is_registered_with_is_in_the_revision(
 )
 @pytest.mark.parametrize(
     "bind",
-    [lambda scale: functools.partial(divided, scale=scale), lambda scale: lambda a, b: a / b * scale],
+    [
+        lambda scale: functools.partial(divided, scale=scale),
+        lambda scale: lambda a, b: a / b * scale,
+    ],
     ids=["partial", "closure"],
 )
 def test_what_a_candidate_is_bound_to_is_in_the_revision(bind: Callable[..., Any]):

@@ -275,6 +275,7 @@ def test_a_whole_run_writes_csv_json_and_summary(monkeypatch, tmp_path, capsys):
         for m, layout in ((4, "kn"), (8, "nk"))
     )
     monkeypatch.setattr(decompose_k, "SUITES", {"fp32": cases})
+    monkeypatch.setattr(decompose_k, "SQUARE_SPLITS", (8,))
     monkeypatch.setattr(decompose_k, "DEVICE", "cpu")
     ceilings = measure.Ceilings(1e6, 1e8, 1e7)
     monkeypatch.setattr(measure, "ceilings", lambda: ceilings)
