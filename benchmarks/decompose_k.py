@@ -50,7 +50,7 @@ HOST_TIMED = ("eager", "compile", "ours")
 SPLITS = (8, 16, 32, 64, 128)
 SQUARE_SPLITS = (64, 128)  # the best of the five in each of 24 squares measured
 DRAWS = 4  # input sets of different values that every candidate is checked on
-REPEATS = 20
+REPEATS = 12
 QUICK_CASES, QUICK_REPEATS = 3, 10
 COMPILE_REPEATS = 5
 

@@ -1,4 +1,4 @@
-"""Candidates in generated code: inlined and fused when chosen, stock by default, refused when wrong."""
+"""Candidates in generated code: fused when chosen, stock by default, refused when wrong."""
 
 from __future__ import annotations
 
@@ -196,8 +196,8 @@ A, B = torch.randn(8, 64), torch.randn(8, 64)
 
 BETWEEN = pytest.mark.xfail(
     strict=True,
-    reason="autotuning._inline passes every tensor by position and everything else by keyword, which no "
-    "call can do for these arguments",
+    reason="autotuning._inline passes every tensor by position and everything else by keyword, "
+    "which no call can do for these arguments",
 )
 
 
@@ -392,9 +392,12 @@ def test_other_outputs_than_the_operations_are_refused(kind):
 def test_a_candidate_that_fails_is_reported_once_as_left_to_stock():
     register_custom_op_autotuning(wrong, configs=[CustomOpConfig(WRONG["dtype"][0])])
     op = torch.ops.inductor_ext_test.wrong
-    with config.patch(strict=False), pytest.warns(UserWarning, match="expected outputs"):
-        with choosing.force({spelled(wrong): "<lambda>"}):
-            code = compile_for("h200", op, A)
+    with (
+        config.patch(strict=False),
+        choosing.force({spelled(wrong): "<lambda>"}),
+        pytest.warns(UserWarning, match="expected outputs"),
+    ):
+        code = compile_for("h200", op, A)
     assert [d.fired for d in code.decisions] == [False]
 
 
@@ -520,7 +523,10 @@ def test_config_patches_reach_the_candidates_kernels():
 
     force = {spelled(op): "total_.*"}
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
-        with config.patch(strict=True), pytest.raises(Exception, match="need torch 2.12 or newer"):
+        with (
+            config.patch(strict=True),
+            pytest.raises(Exception, match=r"need torch 2\.12 or newer"),
+        ):
             compile_for("h200", fn, A, force=force)
         return
     code = compile_for("h200", fn, A, force=force)

@@ -1,6 +1,6 @@
-"""Measured choices, on the CPU: candidates are really built, run and checked, only times are made up.
+"""Measured choices, on the CPU: candidates are built, run and checked, only times are made up.
 
-The operations consist of matrix products, which are library calls on a CPU: nothing has to be built.
+The operations consist of matrix products, library calls on a CPU: nothing has to be built for it.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def test_a_wrong_candidate_is_not_even_timed(card):
 
 SWALLOWED = pytest.mark.xfail(
     strict=True,
-    reason="outside strict mode the nested compile of a candidate that raises falls back to stock: stock "
-    "is timed under the candidate's name and may win",
+    reason="outside strict mode the nested compile of a candidate that raises falls back to stock: "
+    "stock is timed under the candidate's name and may win",
 )
 
 

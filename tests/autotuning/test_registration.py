@@ -1,4 +1,4 @@
-"""The interface: that of Inductor's function of the name, with errors that say what was expected."""
+"""The interface: that of Inductor's function, with errors that say what was expected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 
 def new_op():
-    """A fresh operation: add(x, y), with a default implementation that Inductor cannot look into."""
+    """A fresh operation add(x, y), into which Inductor cannot look."""
 
     @torch.library.custom_op(f"inductor_ext_test::registered{next(_numbers)}", mutates_args=())
     def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -46,8 +46,8 @@ X, Y = torch.randn(64), torch.randn(64)
 @pytest.mark.xfail(
     "include_fallback" in inspect.signature(inductors.register_custom_op_autotuning).parameters,
     strict=True,
-    reason="torch 2.15 has include_fallback=True; what False means where stock is the reference of every "
-    "measurement is to be decided",
+    reason="torch 2.15 has include_fallback=True; what False means where stock is the reference "
+    "of every measurement is to be decided",
 )
 def test_every_parameter_of_inductors_function_is_accepted():
     theirs = inspect.signature(inductors.register_custom_op_autotuning).parameters
@@ -122,7 +122,7 @@ def test_registering_again_replaces():
 
 @pytest.mark.xfail(
     strict=True,
-    reason="registrations are known by the OpOverload object, lowerings by name: the same operation "
+    reason="registrations are known by the OpOverload object, lowerings by name: an operation "
     "defined anew (a notebook cell run twice) is 'a lowering name a second time'",
 )
 def test_an_operation_that_was_defined_anew_is_registered_again():

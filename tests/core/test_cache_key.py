@@ -1,4 +1,4 @@
-"""Everything of the plugin that decides what is compiled is in the FX-graph and AOTAutograd cache keys."""
+"""All of the plugin that decides what is compiled is in the FX-graph and AOTAutograd cache keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ SCRIPT = """
         "inductor": ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass"),
         "aot_autograd": ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass"),
     }}
-    print(json.dumps({{n: counters[g][n] for g, ns in names.items() for n in ns if counters[g][n]}}))
+    counted = {{n: counters[g][n] for g, ns in names.items() for n in ns}}
+    print(json.dumps({{n: count for n, count in counted.items() if count}}))
 """
 HIT = {"autograd_cache_hit": 1, "fxgraph_cache_hit": 2}
 MISS = {"autograd_cache_miss": 1, "fxgraph_cache_miss": 2}
@@ -164,7 +165,7 @@ def test_what_a_custom_operation_is_registered_with_is_in_the_revision(
 
 @pytest.mark.xfail(
     strict=True,
-    reason="autotuning._text hashes a candidate's module, but no value that the function is bound to",
+    reason="autotuning._text hashes a candidate's module, but no value the function is bound to",
 )
 @pytest.mark.parametrize(
     "bind",

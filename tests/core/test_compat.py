@@ -1,4 +1,4 @@
-"""The private names that ``compat.py`` uses are where it expects them, and the version gate holds."""
+"""The private names that ``compat.py`` uses are where it expects them; the version gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registering is additive and seen by every thread; off means stock; a failure never breaks a compile."""
+"""Registering is additive and seen by every thread; off means stock; failing breaks no compile."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_a_name_is_registered_once(toy):
 
 @pytest.mark.xfail(
     strict=True,
-    reason="compat.wrap_lowering gives such an operation a fallback that does not realize its inputs "
-    "and has no layout constraint, unlike torch._inductor.lowering.make_fallback",
+    reason="compat.wrap_lowering gives such an operation a fallback that does not realize its "
+    "inputs and has no layout constraint, unlike torch._inductor.lowering.make_fallback",
 )
 def test_an_operation_inductor_has_no_lowering_for_keeps_its_stock_code(toy):
     """Inductor makes a fallback with constraints on the inputs' layout for it at its first call."""
@@ -216,8 +216,8 @@ def test_backward_is_lowered_too():
 def test_backward_in_another_thread_sees_the_lowering(fresh):
     """The backward is compiled where ``.backward()`` runs: a thread without the importer's context.
 
-    On a CPU, autograd runs in the calling thread; on a card, in a thread of its own. Both are threads
-    in which nobody imported or configured anything.
+    On a CPU, autograd runs in the calling thread; on a card, in a thread of its own. Nobody
+    imported or configured anything in either.
     """
     script = """
         import contextvars, json, threading, torch
@@ -324,14 +324,15 @@ CASES = """
     from torch.nn.functional import gelu, linear
     bf16, randn = torch.bfloat16, torch.randn
     skinny = randn(16, 32768, dtype=bf16), randn(32768, 16, dtype=bf16)
-    w, bias = randn(8, 8192, dtype=bf16, requires_grad=True), randn(8, dtype=bf16)
+    x, w = randn(4, 8192, dtype=bf16), randn(8, 8192, dtype=bf16, requires_grad=True)
+    bias, batched = randn(8, dtype=bf16), (randn(2, 4, 4096), randn(2, 4096, 4))
     AUTOTUNE = "max-autotune-no-cudagraphs"
     CASES = [
         (lambda a, b: torch.relu(a @ b), skinny, {}),
         (lambda a, b: torch.relu(a @ b), skinny, {"mode": AUTOTUNE}),
-        (lambda x, w, b: gelu(linear(x, w, b)), (randn(4, 8192, dtype=bf16), w, bias), {"grad": True}),
-        (torch.bmm, (randn(2, 4, 4096), randn(2, 4096, 4)), {}),
-        (torch.baddbmm, (randn(4), randn(2, 4, 4096), randn(2, 4096, 4)), {"dynamic": {1: {1: (2, 64)}}}),
+        (lambda x, w, b: gelu(linear(x, w, b)), (x, w, bias), {"grad": True}),
+        (torch.bmm, batched, {}),
+        (torch.baddbmm, (randn(4), *batched), {"dynamic": {1: {1: (2, 64)}}}),
     ]
 """
 
@@ -357,7 +358,8 @@ def test_off_is_the_stock_code_byte_for_byte(fresh):
             del custom_backend_passes["inductor_ext"]
         else:
             noop = lambda *args, **kwargs: None
-            registry.register(registry.Lowering("test_passes", {{{{}}}}, {{{{"joint": noop, "post_grad": noop}}}}))
+            passes = dict(joint=noop, post_grad=noop)
+            registry.register(registry.Lowering("test_passes", passes=passes))
             inductor_ext.disable()
         from inductor_ext.testing import compile_for
         {CASES.replace("{", "{{").replace("}", "}}").replace(chr(10), chr(10) + "    ")}
@@ -423,8 +425,8 @@ def test_strict_raises(toy):
         config.patch(strict=True),
         pytest.raises(
             Exception,
-            match=rf"inductor_ext: {name} failed at aten.ceil.default \(ArithmeticError: no idea about "
-            r"torch.float32\); INDUCTOR_EXT_STRICT=1 asks for this error",
+            match=rf"inductor_ext: {name} failed at aten.ceil.default \(ArithmeticError: no idea "
+            r"about torch.float32\); INDUCTOR_EXT_STRICT=1 asks for this error",
         ),
     ):
         compile_for("h200", ceil, X)
@@ -479,7 +481,8 @@ def test_a_graph_pass_that_raises_is_skipped_and_warns_once(toy, stage):
         code = compile_for("h200", ceil, X)
     ours = [str(w.message) for w in caught if "inductor_ext" in str(w.message)]
     assert ours == [
-        f"inductor_ext: {name} failed at {name}_{stage} (LookupError: lost); stock code is used there"
+        f"inductor_ext: {name} failed at {name}_{stage} (LookupError: lost); "
+        "stock code is used there"
     ]
     assert text(code) == stock
     assert [(d.lowering, d.fired) for d in code.decisions] == [(name, False)]

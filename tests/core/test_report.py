@@ -75,8 +75,8 @@ def test_a_forced_site():
 @pytest.mark.codegen
 @pytest.mark.xfail(
     strict=True,
-    reason="choosing.choose emits a candidate with its lowering on, so the bmm that bmm_split* emits is "
-    "decided on once more: it is split again, which is not what was measured",
+    reason="choosing.choose emits a candidate with its lowering on, so the bmm that bmm_split* "
+    "emits is decided on once more: it is split again, which is not what was measured",
 )
 def test_what_a_candidate_emits_is_not_decided_on_again(monkeypatch):
     from inductor_ext.lowerings import decompose_k
@@ -212,7 +212,7 @@ def test_explain_leaves_torch_as_it_was():
     model = torch.nn.Linear(16, 4)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     inductor_ext.explain(model, torch.randn(8, 16))
-    with pytest.raises(Exception, match="got RuntimeError|8x17"):
+    with pytest.raises(Exception, match=r"same reduction dim|cannot be multiplied"):
         inductor_ext.explain(model, torch.randn(8, 17))
     assert settings() == before and len(report._collectors) == collectors
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())

@@ -243,7 +243,7 @@ def test_no_slot_is_taken(fresh: Callable[..., Any]):
     script = """
         import json, inductor_ext
         from inductor_ext import compat
-        print(json.dumps([name for name, value in compat.pass_slots().items() if value is not None]))
+        print(json.dumps([name for name, value in compat.pass_slots().items() if value]))
     """
     assert fresh(script).result == []
 

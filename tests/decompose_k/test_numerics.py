@@ -170,7 +170,12 @@ def test_baddbmm(size, compile_and_judge):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_nan_and_inf_end_where_eager_puts_them(dtype, compile_and_judge):
     a, b = r(17, 2053, dtype=dtype), weight(2053, 24, dtype=dtype)
-    a[3, 5], a[4, 6], a[5, 2052], a[6, 100] = float("nan"), float("inf"), -float("inf"), float("inf")
+    a[3, 5], a[4, 6], a[5, 2052], a[6, 100] = (
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        float("inf"),
+    )
     a[6, 101] = -float("inf")  # inf - inf, or inf + inf, by the signs of b
     b[7, 2] = 0
     a[7, 7] = float("inf")  # inf * 0
