@@ -57,7 +57,7 @@ def test_splits_cover_k_exactly_once_and_none_is_empty(problem):
 
 @pytest.mark.parametrize("problem", SUITE + ROUTER, ids=str)
 def test_what_is_measured_is_taken_and_keeps_the_chip_busy(problem):
-    m, n, k, batch, itemsize = problem
+    m, n, *_ = problem
     assert worth_it(*problem, H200_SMS) is None
     pick = tilings(*problem, H200_SMS)[0]
     grid = kernels.partial_grid(

