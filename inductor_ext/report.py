@@ -112,12 +112,12 @@ def _times(decision: Decision, shown: int = 5) -> str:
     if not timed:
         count = len(decision.candidates)
         return f"{count} candidates, not timed" if count else "-"
-    lines = [f"{c.us:8.2f} {c.name}" for c in timed[:shown]]
-    lines += [f"{c.us:8.2f} {c.name}" for c in timed[shown:] if c.name == "stock"]
+    lines = [f"{c.us:6.2f} {c.name}" for c in timed[:shown]]
+    lines += [f"{c.us:6.2f} {c.name}" for c in timed[shown:] if c.name == "stock"]
     slower = len(timed) - len(lines)
-    lines += [f"         {slower} slower"] if slower else []
+    lines += [f"       {slower} slower"] if slower else []
     failed = [c for c in decision.candidates if c.us is None]
-    lines += [f"         {c.name}: {c.note}" for c in failed]
+    lines += [f"       {c.name}: {c.note}" for c in failed]
     return "\n".join(lines)
 
 
@@ -137,18 +137,17 @@ class Report:
             return "inductor_ext: no site was looked at (nothing here concerns an enabled lowering)"
         table = Table(title="inductor_ext decisions", title_justify="left")
         any_timed = any(c.us is not None for d in self.decisions for c in d.candidates)
-        table.add_column("site", width=26 if any_timed else 32, overflow="fold")
-        table.add_column("chosen", width=22 if any_timed else 31, overflow="fold")
-        table.add_column("times (us)", width=30 if any_timed else 13, overflow="fold")
-        table.add_column("speed-up", min_width=8)
-        table.add_column("why", overflow="fold")
+        table.add_column("site", width=24)
+        table.add_column("chosen, and why", width=34, overflow="fold")
+        table.add_column("times (us)", width=41 if any_timed else 25)
+        table.add_column("speed-up")
         for d in self.decisions:
+            by = f"by {d.source}: " if d.source else ""
             table.add_row(
                 f"{d.lowering}\n{d.sites}",
-                f"{d.chosen}\nby {d.source}" if d.source else d.chosen,
+                f"{d.chosen}\n{by}{d.reason}",
                 _times(d),
                 f"{d.speedup:.2f}x" if d.speedup else "-",
-                d.reason,
             )
         out = io.StringIO()
         # Sizes such as [s0,64] are text, not markup.
