@@ -416,7 +416,15 @@ def _bmm(a: Any, b: Any, out_dtype: torch.dtype | None = None, *, layout: Any = 
 
 
 def _add_product(
-    name: str, bias: Any, a: Any, b: Any, out_dtype: Any, alpha: Any, beta: Any
+    name: str,
+    bias: Any,
+    a: Any,
+    b: Any,
+    out_dtype: torch.dtype | None = None,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    layout: Any = None,
 ) -> Any:
     """beta * bias + alpha * A B, added in fp32 on the store of the sum, rounded once."""
     product = _lower(name, Problem(a, b, torch.float32))
@@ -432,31 +440,8 @@ def _add_product(
     return compat.to_dtype(product, out_dtype or a.get_dtype())
 
 
-def _addmm(
-    bias: Any,
-    a: Any,
-    b: Any,
-    out_dtype: Any = None,
-    *,
-    beta: Any = 1,
-    alpha: Any = 1,
-    layout: Any = None,
-) -> Any:
-    return _add_product("addmm", bias, a, b, out_dtype, alpha, beta)
-
-
-def _baddbmm(
-    bias: Any,
-    a: Any,
-    b: Any,
-    out_dtype: Any = None,
-    *,
-    beta: Any = 1,
-    alpha: Any = 1,
-    layout: Any = None,
-) -> Any:
-    return _add_product("baddbmm", bias, a, b, out_dtype, alpha, beta)
-
+_addmm = functools.partial(_add_product, "addmm")
+_baddbmm = functools.partial(_add_product, "baddbmm")
 
 registry.register(
     registry.Lowering(
