@@ -55,6 +55,7 @@ def wrap_lowering(op: Any, around: Callable[..., Any]) -> Callable[..., Any]:
     def lowering(*args: Any, **kwargs: Any) -> Any:
         return around(stock, *args, **kwargs)
 
+    lowering.stock = stock  # type: ignore[attr-defined]
     table[op] = lowering
     return lowering
 
@@ -291,6 +292,12 @@ def is_graph_input(x: Any) -> bool:
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Emit ``op`` through Inductor's lowering of it."""
     return _lowering_table()[op](*args, **kwargs)
+
+
+def call_stock(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Emit ``op`` through the lowering that was there before the plugin's."""
+    lowering = _lowering_table()[op]
+    return getattr(lowering, "stock", lowering)(*args, **kwargs)
 
 
 def view(x: Any, size: Sequence[Any]) -> Any:

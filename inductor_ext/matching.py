@@ -55,6 +55,10 @@ def _after(node: Any) -> Iterator[Any]:
 
 _ROW_REDUCTIONS = {
     "aten.amax.default",
+    "aten.argmax.default",
+    "aten.argmin.default",
+    "aten.max.dim",
+    "aten.min.dim",
     "aten.amin.default",
     "aten.sum.dim_IntList",
     "aten.mean.dim",

@@ -137,9 +137,9 @@ class Report:
             return "inductor_ext: no site was looked at (nothing here concerns an enabled lowering)"
         table = Table(title="inductor_ext decisions", title_justify="left")
         any_timed = any(c.us is not None for d in self.decisions for c in d.candidates)
-        table.add_column("site", width=24)
+        table.add_column("site", width=24, overflow="fold")
         table.add_column("chosen, and why", width=34, overflow="fold")
-        table.add_column("times (us)", width=41 if any_timed else 25)
+        table.add_column("times (us)", width=41 if any_timed else 25, overflow="fold")
         table.add_column("speed-up")
         for d in self.decisions:
             by = f"by {d.source}: " if d.source else ""

@@ -191,11 +191,13 @@ def tilings(
 
     ``prefetch`` is how B can be fetched ahead: "rows", "columns" (see ``_prefetchable``) or "".
     """
+    longest = _pow2(-(-k // 128))  # elements per split where 128 splits are not enough
+    beyond = (longest,) if longest > 2048 else ()
     shapes = [
         (block_m, block_n, per_split)
         for block_m in (64, 32, 16)
         for block_n in (16, 32, 64, 128)
-        for per_split in (64, 128, 256, 512, 1024, 2048)
+        for per_split in (64, 128, 256, 512, 1024, 2048, *beyond)
         if block_m <= max(_pow2(m), 16)
         and block_n <= max(_pow2(n), 16)
         and 2 <= -(-k // per_split) <= 128
@@ -338,9 +340,9 @@ def _emit_bmm(p: Problem, splits: int) -> Any:
     a = compat.call(aten.permute.default, compat.view(p.a, [m, splits, part]), [1, 0, 2])
     b = compat.view(p.b, [splits, part, n])
     if p.dtype is torch.float32:
-        partials = compat.call(aten.bmm.default, a, b)
+        partials = compat.call_stock(aten.bmm.default, a, b)
     else:
-        partials = compat.call(aten.bmm.dtype, a, b, torch.float32)
+        partials = compat.call_stock(aten.bmm.dtype, a, b, torch.float32)
     total = compat.call(aten.sum.dim_IntList, partials, [0])
     return compat.to_dtype(total, p.out_dtype)
 
@@ -391,6 +393,8 @@ def _lower(op_name: str, p: Problem) -> Any:
         return choosing.leave(NAME, site, reason)
     if any(compat.upper_bound(s) == 0 for s in p.sizes):
         return choosing.leave(NAME, site, "a size is zero")
+    if all(compat.upper_bound(s) == 1 for s in p.out_size):
+        return choosing.leave(NAME, site, "the output is one element")
     sms = compat.multiprocessors(p.a.get_device())
     losing = next((why for e in _extremes(p) if (why := worth_it(*e, p.dtype.itemsize, sms))), None)
     if losing and choosing.forced_choice(NAME) is None:
@@ -427,7 +431,10 @@ def _add_product(
     layout: Any = None,
 ) -> Any:
     """beta * bias + alpha * A B, added in fp32 on the store of the sum, rounded once."""
-    product = _lower(name, Problem(a, b, torch.float32))
+    problem = Problem(a, b, torch.float32)
+    if alpha == 0:  # the library does not read A and B then: NaN in them must not show
+        return choosing.leave(NAME, f"{name} {problem}", "alpha is 0")
+    product = _lower(name, problem)
     if product is None:
         return None
     if alpha != 1:

@@ -80,11 +80,10 @@ PARTIAL = r"""
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     idx_m = rm[:, None]
     idx_n = rn[None, :]
-{% if masks_c %}
-    mask = {{masks_c | join(" & ")}}
-{% endif %}
+{# Inductor may want the mask by name, so a full tile has one that is always true. #}
+    mask = {{masks_c | join(" & ") if masks_c else "tl.full((BLOCK_M, BLOCK_N), True, tl.int1)"}}
     {{store_output(("idx_s", "idx_b", "idx_m", "idx_n") if BATCHED else ("idx_s", "idx_m", "idx_n"),
-                   "acc", "mask" if masks_c else None, val_shape=("BLOCK_M", "BLOCK_N"))}}
+                   "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
 """
 
 
@@ -123,7 +122,7 @@ REDUCE = r"""
 {% if BATCHED %}
     idx_b = idx_x // (M * N)
 {% endif %}
-{# An epilogue needs a mask by name, so a full block has one that is always true. #}
+{# As above: an epilogue names the mask. #}
     mask = {{"tl.full((XBLOCK,), True, tl.int1)" if EVEN_X else "idx_x < XNUMEL"}}
     {{store_output(("idx_b", "idx_m", "idx_n") if BATCHED else ("idx_m", "idx_n"),
                    "acc", "mask", val_shape=("XBLOCK",))}}

@@ -140,7 +140,6 @@ def test_tf32_uses_tensor_cores():
     assert partial.uses_tensor_cores and "tf32" in partial.ptx
 
 
-@pytest.mark.xfail(strict=True, reason="the partial kernel names an undefined mask")
 def test_ragged_k_still_moves_16_bytes():
     partial, reducer = compile_for("h200", relu_mm, t(16, 32776), t(32776, 16)).cross_compile()
     assert partial.widest_load == reducer.widest_load == 16
