@@ -25,6 +25,8 @@ _compat.install_salt(_registry.revision)
 
 from . import lowerings as lowerings  # noqa: E402  (registers every capability)
 
+_registry.warn_of_unknown_names()
+
 __version__ = "0.1.0"
 __all__ = [
     "CustomOpConfig",

@@ -54,6 +54,7 @@ class _Registration:
     config_generator: Callable[[dict[str, torch.Tensor]], Sequence[Any]] | None
     input_gen_fns: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
     min_speedup: float
+    include_fallback: bool
 
     def candidates_for(self, fakes: dict[str, torch.Tensor]) -> Sequence[Any]:
         if self.configs is not None:
@@ -63,7 +64,7 @@ class _Registration:
 
     def salt(self) -> str:
         """Functions of the user's decide what is compiled; their text belongs to the cache key."""
-        parts = [self.name, str(self.op), str(self.min_speedup)]
+        parts = [self.name, str(self.op), str(self.min_speedup), str(self.include_fallback)]
         functions = [self.config_generator] if self.config_generator else []
         for config in self.configs or ():
             functions.append(config.decomposition)
@@ -72,19 +73,28 @@ class _Registration:
             )
         for fn in functions:
             if fn is not None:
-                parts.append(f"{getattr(fn, '__qualname__', '')} {_text(fn)}")
+                parts.append(_text(fn))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _text(fn: Callable[..., Any]) -> str:
+def _text(fn: Any) -> str:
+    """What can change what a function computes: its module's text and what it is bound to."""
+    if isinstance(fn, functools.partial):
+        return f"partial {_text(fn.func)} {fn.args!r} {sorted(fn.keywords.items())!r}"
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return repr(fn)
     try:
-        return inspect.getsource(inspect.getmodule(fn) or fn)
+        source = inspect.getsource(inspect.getmodule(fn) or fn)
     except (OSError, TypeError):
-        code = getattr(fn, "__code__", None)
-        return repr((code.co_code, code.co_consts, code.co_names)) if code else repr(fn)
+        source = repr((code.co_code, code.co_consts, code.co_names))
+    bound = [_text(cell.cell_contents) for cell in fn.__closure__ or ()]
+    return "\n".join([fn.__qualname__, source, repr((fn.__defaults__, fn.__kwdefaults__)), *bound])
 
 
 _registrations: dict[Any, _Registration] = {}
+# Kept alive: when torch collects a replaced definition it also drops the new one's operator object.
+_definitions: list[Any] = []
 _active = threading.local()
 
 
@@ -116,6 +126,7 @@ def register_custom_op_autotuning(
     split_points: Sequence[int] | None = None,
     min_speedup_threshold: float = 1.0,
     benchmark_with_cudagraphs: bool = True,
+    include_fallback: bool = True,
 ) -> None:
     """Let compiled code choose among implementations of ``custom_op``.
 
@@ -126,7 +137,9 @@ def register_custom_op_autotuning(
     (default: random). A candidate must beat stock by ``min_speedup_threshold``. Timing always
     replays CUDA graphs, whatever ``benchmark_with_cudagraphs`` says. Registering an operation again
     replaces what was registered. Measures on the first compile on a card, in every mode; on a
-    virtual card the choice is stock unless forced. Outputs are as deterministic as what is chosen.
+    virtual card the choice is stock unless forced. Without ``include_fallback`` stock only
+    serves as the reference: the fastest right candidate is taken, or the first where nothing can be
+    measured. Outputs are as deterministic as what is chosen.
 
     Raises TypeError for a wrong kind of argument, ValueError for contradictory ones, and
     NotImplementedError for ``dispatch_on``/``split_points``, which this version does not have.
@@ -155,7 +168,13 @@ def register_custom_op_autotuning(
         config_generator,
         dict(input_gen_fns or {}),
         min_speedup_threshold,
+        include_fallback,
     )
+    for other in [o for o, r in _registrations.items() if o is not op and r.name == entry.name]:
+        if other._name == op._name:  # defined anew, as when a notebook cell runs twice
+            registry.unregister(entry.name)
+            del _registrations[other]
+    _definitions.append(custom_op)
     known = op in _registrations
     if known:
         entry.name = _registrations[op].name
@@ -204,26 +223,34 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
     node = compat.current_node()
 
     def emit(config: Any) -> Any:
-        return _inline(op, config, list(tensors.values()), list(fakes.values()), scalars, node)
+        return _inline(op, config, tensors, fakes, scalars, node)
 
     candidates = [
         choosing.Candidate(n, functools.partial(emit, config)) for n, config in names.items()
     ]
+    if entry.include_fallback:
+        unmeasured = choosing.STOCK, "no card to measure on: the default implementation"
+    else:
+        unmeasured = candidates[0].name, "no card to measure on: the first candidate"
     return choosing.choose(
         entry.name,
         site,
         candidates,
-        lambda: (choosing.STOCK, "no card to measure on: the default implementation"),
+        lambda: unmeasured,
         key=f"{entry.salt()} {site} {matching.consumers_key()}",
         measure=choosing.Measure(
-            always=True, threshold=entry.min_speedup, input_gen_fns=entry.input_gen_fns
+            always=True,
+            threshold=entry.min_speedup,
+            stock_may_win=entry.include_fallback,
+            input_gen_fns=entry.input_gen_fns,
         ),
     )
 
 
 def _name(config: Any) -> str:
     fn = config.decomposition
-    label = getattr(fn, "__name__", "default") if fn is not None else "default"
+    named = fn.func if isinstance(fn, functools.partial) else fn
+    label = getattr(named, "__name__", "default")
     settings = {**config.params, **config.config_patches}
     return label + "".join(f"_{k}{v}" for k, v in settings.items())
 
@@ -237,15 +264,35 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _inline(
-    op: Any, config: Any, tensors: list[Any], fakes: list[Any], scalars: dict[str, Any], node: Any
+    op: Any,
+    config: Any,
+    tensors: dict[str, Any],
+    fakes: dict[str, Any],
+    scalars: dict[str, Any],
+    node: Any,
 ) -> Any:
-    """Trace a candidate on fake tensors and lower it in place of the operation."""
+    """Trace a candidate on fake tensors and lower it in place of the operation.
+
+    Tensors that lead the schema go by position (a decomposition may name them as it likes), the
+    others by name, as everything that is no tensor.
+    """
     fn = config.decomposition or op
     settings = {**scalars, **config.params}
-    traced = compat.trace(lambda *inputs: fn(*inputs, **settings), fakes)
+    names = list(tensors)
+    leading = 0
+    for argument, name in zip(op._schema.arguments, names, strict=False):
+        if argument.name != name or argument.kwarg_only:
+            break
+        leading += 1
+
+    def call(*inputs: Any) -> Any:
+        by_name = dict(zip(names[leading:], inputs[leading:], strict=True))
+        return fn(*inputs[:leading], **by_name, **settings)
+
+    traced = compat.trace(call, list(fakes.values()))
     _same_outputs(traced.outputs, node.meta["val"])
     with _inside(op):
-        return compat.inline(traced.gm, tensors, config.config_patches)
+        return compat.inline(traced.gm, list(tensors.values()), config.config_patches)
 
 
 def _same_outputs(got: Any, expected: Any) -> None:

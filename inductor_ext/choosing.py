@@ -35,6 +35,7 @@ class Measure:
 
     always: bool = False
     threshold: float = 1.03  # a tie within the noise goes to stock: a rewrite must earn its place
+    stock_may_win: bool = True
     input_gen_fns: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
 
 
@@ -117,10 +118,10 @@ def choose(
         source = "heuristic"
         name, reason = heuristic()
         times = tuple(report.CandidateTime(n, note="not timed") for n in [STOCK, *by_name])
-    report.record(
-        report.Decision(lowering, name != STOCK, name, reason, site, source, times if times else ())
-    )
-    return None if name == STOCK else by_name[name].emit()
+    out = None if name == STOCK else by_name[name].emit()
+    # After emitting: a candidate that fails is reported once, by the registry.
+    report.record(report.Decision(lowering, name != STOCK, name, reason, site, source, times))
+    return out
 
 
 _measured: dict[str, tuple[str, str, tuple[report.CandidateTime, ...]]] = {}
@@ -138,7 +139,8 @@ def _measure(
     times: list[report.CandidateTime] = []
 
     def build(name: str) -> Callable[..., Any]:
-        with _force_here(lowering, name), report.muted():
+        # Strict: a candidate that fails must not be timed as the stock code that replaces it.
+        with _force_here(lowering, name), report.muted(), compat.strict():
             return found.compile()
 
     builders = {name: functools.partial(build, name) for name in [STOCK, *names]}
@@ -149,8 +151,9 @@ def _measure(
     if STOCK not in timed:
         note = next(t.note for t in times if t.name == STOCK)
         return STOCK, f"stock could not be timed here ({note})", tuple(times)
-    best = min(timed, key=lambda n: timed[n])
-    if timed[best] * how.threshold > timed[STOCK]:
+    others = [n for n in timed if n != STOCK]
+    best = min(others, key=lambda n: timed[n], default=STOCK)
+    if how.stock_may_win and timed[best] * how.threshold >= timed[STOCK]:
         best = STOCK
     reason = f"fastest of {len(timed)} timed with the {found.nodes} fused operations that follow"
     result = (best, reason, tuple(times))

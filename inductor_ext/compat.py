@@ -61,9 +61,18 @@ def wrap_lowering(op: Any, around: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fallback(op: Any) -> Callable[..., Any]:
-    from torch._inductor.lowering import fallback_handler
+    """What Inductor makes of an operation it has no lowering for, at its first call."""
+    from torch._inductor import lowering
+    from torch._library.utils import get_layout_constraint_tag
 
-    return fallback_handler(op, add_to_fallback_set=False)
+    tag = get_layout_constraint_tag(op, with_default=True)
+    lowering.make_fallback(
+        op,
+        layout_constraint=lowering.tag_to_layout_constraint(tag),
+        warn=False,
+        override_decomp=True,
+    )
+    return _lowering_table()[op]
 
 
 def append_graph_pass(stage: str, entry: Any) -> None:
@@ -227,6 +236,13 @@ def without_caches() -> Any:
     from torch._inductor import config
 
     return config.patch(force_disable_caches=True)
+
+
+def strict() -> Any:
+    """A context in which a failing lowering raises (``patch`` is added to the config module)."""
+    from . import config
+
+    return getattr(config, "patch")(strict=True)  # noqa: B009
 
 
 def exceeds_int32(*sizes: Any) -> bool:

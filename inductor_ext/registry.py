@@ -67,6 +67,25 @@ def register(lowering: Lowering, *, first: bool = False) -> None:
             )
 
 
+def unregister(name: str) -> None:
+    """Forget a lowering whose operation is defined anew. It must have no graph passes."""
+    with _lock:
+        lowering = _lowerings.pop(name)
+        for op in lowering.lower:
+            _by_op[op].remove(lowering)
+
+
+def warn_of_unknown_names() -> None:
+    """One warning for names in INDUCTOR_EXT_DISABLE that no lowering has."""
+    unknown = [n for n, by in _disabled.items() if by != "disable()" and n not in _lowerings]
+    if unknown:
+        warnings.warn(
+            f"INDUCTOR_EXT_DISABLE names {', '.join(unknown)}, expected names among "
+            f"{sorted(_lowerings)}",
+            stacklevel=2,
+        )
+
+
 def _dispatch(op: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Try the enabled lowerings of ``op`` in order; the first that returns IR wins, else stock."""
     for lowering in _by_op[op]:

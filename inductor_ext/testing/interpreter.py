@@ -53,6 +53,10 @@ def run_kernel_interpreted(
 @contextlib.contextmanager
 def interpreting() -> Iterator[Callable[..., None]]:
     """Triton is in interpretation; yields ``run(kernel, grid, args, kwargs)``."""
+    # Triton's compiler keeps references to builtins it sees when it is first imported; it must not
+    # be imported while they are the interpreter's.
+    import triton.compiler.code_generator  # noqa: F401
+
     with Patches() as patches, np.errstate(all="ignore"):
         yield _Interpretation(patches).run
 

@@ -194,14 +194,6 @@ def check(op, candidate, fn, *args):
 A, B = torch.randn(8, 64), torch.randn(8, 64)
 
 
-BETWEEN = pytest.mark.xfail(
-    strict=True,
-    reason="autotuning._inline passes every tensor by position and everything else by keyword, "
-    "which no call can do for these arguments",
-)
-
-
-@BETWEEN
 def test_a_number_between_two_tensors():
     def candidate(x, alpha, y):
         return torch.add(y, x, alpha=alpha)
@@ -209,7 +201,6 @@ def test_a_number_between_two_tensors():
     check(axpy, candidate, lambda x, y: torch.ops.inductor_ext_test.axpy(x, 3.0, y), A, B)
 
 
-@BETWEEN
 def test_a_keyword_only_tensor():
     def candidate(x, *, bias, gain=1.0):
         return x * gain + bias * gain
@@ -220,7 +211,6 @@ def test_a_keyword_only_tensor():
     check(biased, candidate, fn, A, B)
 
 
-@BETWEEN
 def test_a_number_before_the_tensor():
     def candidate(n, x, negate=False):
         return x * float(n)
@@ -384,11 +374,6 @@ def test_other_outputs_than_the_operations_are_refused(kind):
     assert code.extern_calls == ["torch.ops.inductor_ext_test.wrong.default"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="choosing.choose records the choice before the candidate is emitted: one that fails is "
-    "reported twice, first as fired",
-)
 def test_a_candidate_that_fails_is_reported_once_as_left_to_stock():
     register_custom_op_autotuning(wrong, configs=[CustomOpConfig(WRONG["dtype"][0])])
     op = torch.ops.inductor_ext_test.wrong

@@ -120,14 +120,7 @@ def test_a_wrong_candidate_is_not_even_timed(card):
     assert notes(decision)["right"] == ""
 
 
-SWALLOWED = pytest.mark.xfail(
-    strict=True,
-    reason="outside strict mode the nested compile of a candidate that raises falls back to stock: "
-    "stock is timed under the candidate's name and may win",
-)
-
-
-@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=SWALLOWED)])
+@pytest.mark.parametrize("strict", [True, False])
 def test_a_failing_candidate_is_reported_and_the_rest_goes_on(card, strict):
     card.times = {"stock": 9.0, "failing": 1.0, "right": 5.0}
     with config.patch(strict=strict), warnings.catch_warnings():

@@ -43,12 +43,6 @@ X, Y = torch.randn(64), torch.randn(64)
 # --- call compatibility ---------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    "include_fallback" in inspect.signature(inductors.register_custom_op_autotuning).parameters,
-    strict=True,
-    reason="torch 2.15 has include_fallback=True; what False means where stock is the reference "
-    "of every measurement is to be decided",
-)
 def test_every_parameter_of_inductors_function_is_accepted():
     theirs = inspect.signature(inductors.register_custom_op_autotuning).parameters
     ours = inspect.signature(register_custom_op_autotuning).parameters
@@ -120,11 +114,6 @@ def test_registering_again_replaces():
     assert second.lowering == first.lowering
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="registrations are known by the OpOverload object, lowerings by name: an operation "
-    "defined anew (a notebook cell run twice) is 'a lowering name a second time'",
-)
 def test_an_operation_that_was_defined_anew_is_registered_again():
     for _ in range(2):
 

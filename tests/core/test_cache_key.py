@@ -163,10 +163,6 @@ def test_what_a_custom_operation_is_registered_with_is_in_the_revision(
     assert revision(configs=[Config(f)]) == before
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="autotuning._text hashes a candidate's module, but no value the function is bound to",
-)
 @pytest.mark.parametrize(
     "bind",
     [

@@ -139,11 +139,6 @@ def test_a_name_is_registered_once(toy):
         registry.register(registry.Lowering(name))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="compat.wrap_lowering gives such an operation a fallback that does not realize its "
-    "inputs and has no layout constraint, unlike torch._inductor.lowering.make_fallback",
-)
 def test_an_operation_inductor_has_no_lowering_for_keeps_its_stock_code(toy):
     """Inductor makes a fallback with constraints on the inputs' layout for it at its first call."""
     codes = []
@@ -455,18 +450,9 @@ def test_a_graph_pass_runs_unless_it_is_off(toy, stage):
         assert "tl_math.cos" not in compile_for("h200", ceil, X).source
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Lowering's docstring offers a pre_grad pass, compat.append_graph_pass refuses it",
-)
-def test_a_pre_grad_pass_runs(toy):
-    def edit(graph):
-        for node in graph.nodes:
-            if node.target is torch.ceil:
-                node.target = torch.cos
-
-    toy(pre_grad=edit)
-    assert "tl_math.cos" in compile_for("h200", ceil, X).source
+def test_an_unknown_stage_is_refused(toy):
+    with pytest.raises(ValueError, match=r"expected a stage among .*joint.*, got .pre_grad."):
+        toy(pre_grad=lambda graph: None)
 
 
 @pytest.mark.parametrize("stage", ["joint", "post_grad"])
