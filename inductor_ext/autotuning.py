@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import choosing, compat, matching, registry
+from . import choosing, compat, compat_ir, matching, registry
 
 
 class CustomOpConfig:
@@ -203,17 +203,17 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
     entry = _registrations[op]
     arguments = [a.name for a in op._schema.arguments]
     bound = {**dict(zip(arguments, args, strict=False)), **kwargs}
-    tensors = {n: v for n, v in bound.items() if compat.is_tensor_ir(v)}
+    tensors = {n: v for n, v in bound.items() if compat_ir.is_tensor_ir(v)}
     scalars = {n: v for n, v in bound.items() if n not in tensors}
     sizes = " ".join("[" + ",".join(str(s) for s in t.get_size()) + "]" for t in tensors.values())
     site = f"{op} {sizes}"
-    if any(compat.holds_tensor_ir(v) for v in scalars.values()):
+    if any(compat_ir.holds_tensor_ir(v) for v in scalars.values()):
         return choosing.leave(entry.name, site, "an argument is a list of tensors")
     if not tensors:
         return choosing.leave(entry.name, site, "the operation has no tensor input")
     for tensor in tensors.values():
-        compat.realize(tensor)
-    fakes = {n: compat.fake_of(t) for n, t in tensors.items()}
+        compat_ir.realize(tensor)
+    fakes = {n: compat_ir.fake_of(t) for n, t in tensors.items()}
     configs = entry.candidates_for(fakes)
     if not configs:
         return choosing.leave(entry.name, site, "the generator returned no config")
@@ -289,10 +289,10 @@ def _inline(
         by_name = dict(zip(names[leading:], inputs[leading:], strict=True))
         return fn(*inputs[:leading], **by_name, **settings)
 
-    traced = compat.trace(call, list(fakes.values()))
+    traced = compat_ir.trace(call, list(fakes.values()))
     _same_outputs(traced.outputs, node.meta["val"])
     with _inside(op):
-        return compat.inline(traced.gm, list(tensors.values()), config.config_patches)
+        return compat_ir.inline(traced.gm, list(tensors.values()), config.config_patches)
 
 
 def _same_outputs(got: Any, expected: Any) -> None:

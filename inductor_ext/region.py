@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import compat, matching, measure
+from . import compat, compat_ir, matching, measure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Region:
 
     def compile(self) -> Callable[..., Any]:
         """The region compiled under the choices forced around this call."""
-        return compat.compile_region(self.gm, self.fakes)
+        return compat_ir.compile_region(self.gm, self.fakes)
 
     def compare(
         self,
@@ -57,10 +57,10 @@ class Region:
         inputs = [
             input_gen_fns[name](fake)
             if name in input_gen_fns
-            else compat.random_like(fake, self.device)
+            else compat_ir.random_like(fake, self.device)
             for name, fake in zip(self.names, self.fakes, strict=True)
         ]
-        with torch.no_grad(), compat.no_fake_mode():
+        with torch.no_grad(), compat_ir.no_fake_mode():
             eager = _list(torch.fx.Interpreter(self.gm).run(*inputs))
             reference = self._reference(inputs)
         outcomes: dict[str, Outcome] = {}
@@ -68,7 +68,7 @@ class Region:
         for name, build in builders.items():
             try:
                 call = build()
-                with compat.no_fake_mode():
+                with compat_ir.no_fake_mode():
                     got = _list(call(*inputs))
             except Exception as error:
                 outcomes[name] = Outcome(None, f"failed: {measure.one_line(error)}")
@@ -78,7 +78,7 @@ class Region:
                 outcomes[name] = Outcome(None, f"wrong: {wrong}")
             else:
                 calls[name] = call
-        with compat.no_fake_mode():
+        with compat_ir.no_fake_mode():
             timings = measure.compare(calls, inputs) if calls else {}
         for name, timing in timings.items():
             outcomes[name] = (
@@ -135,7 +135,7 @@ def extract(node: Any, *, epilogue: bool = True) -> Region:
         if not isinstance(value, torch.Tensor):
             return value
         copies[source] = graph.placeholder(f"in{len(fakes)}")
-        fakes.append(compat.static_fake(value))
+        fakes.append(compat_ir.static_fake(value))
         names.append(by_argument.get(source, ""))
         return copies[source]
 
@@ -150,12 +150,12 @@ def extract(node: Any, *, epilogue: bool = True) -> Region:
 
     for member in members:
         args, kwargs = torch.fx.node.map_arg((member.args, member.kwargs), argument)
-        args, kwargs = compat.static_args(args), compat.static_args(kwargs)
+        args, kwargs = compat_ir.static_args(args), compat_ir.static_args(kwargs)
         copies[member] = graph.call_function(member.target, args, kwargs)
     results = [m for m in members if any(u not in inside for u in m.users)]
     graph.output(tuple(copies[r] for r in results))
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
-    compat.propagate_fakes(gm, fakes)
+    compat_ir.propagate_fakes(gm, fakes)
     return Region(gm, fakes, names, fakes[0].device)
 
 

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from inductor_ext.templates import decompose_k as kernels
 
-from inductor_ext import choosing, compat, config, matching, registry
+from inductor_ext import choosing, compat, compat_ir, config, matching, registry
 
 NAME = "decompose_k"
 aten = torch.ops.aten
 
-PARTIAL = compat.Template("inductor_ext_decompose_k_partial", kernels.partial_grid, kernels.PARTIAL)
-REDUCE = compat.Template("inductor_ext_decompose_k_reduce", kernels.reduce_grid, kernels.REDUCE)
+PARTIAL = compat_ir.Template(
+    "inductor_ext_decompose_k_partial", kernels.partial_grid, kernels.PARTIAL
+)
+REDUCE = compat_ir.Template("inductor_ext_decompose_k_reduce", kernels.reduce_grid, kernels.REDUCE)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -263,7 +265,7 @@ def _prefetchable(p: Problem, b: Any) -> str:
     Only an operand this graph does not compute (weights), in pieces aligned to 16 bytes: bulk
     prefetches of many small pieces cost more than they bring.
     """
-    if p.batch is not None or not compat.is_graph_input(b):
+    if p.batch is not None or not compat_ir.is_graph_input(b):
         return ""
     stride, offset = b.get_stride(), b.get_layout().offset
     if not all(compat.is_static(s) for s in (p.m, p.n, p.k, *stride, offset)):
@@ -281,7 +283,7 @@ def _emit(
     p: Problem, tiling: Tiling, pdl: bool, *, generated_sum: bool = False, early: bool = False
 ) -> Any:
     """IR of C from our partial-product kernel and a sum over the splits."""
-    a, b = compat.realize(p.a), compat.realize(p.b)
+    a, b = compat_ir.realize(p.a), compat_ir.realize(p.b)
     wide = any(compat.too_large_for_int32(x) for x in (a, b)) or compat.exceeds_int32(
         tiling.splits, *p.out_size
     )
@@ -314,9 +316,9 @@ def _emit(
         PIECES=_pow2(-(-k_split // 64)) if ahead == "rows" else tiling.block_n,
     )
     if generated_sum:
-        return compat.sum_unrolled(partials, p.out_dtype)
+        return compat_ir.sum_unrolled(partials, p.out_dtype)
     return REDUCE.emit(
-        [compat.realize(partials)],
+        [compat_ir.realize(partials)],
         p.out_size,
         p.out_dtype,
         num_warps=tiling.reduce_warps,
@@ -337,14 +339,14 @@ def _emit_bmm(p: Problem, splits: int) -> Any:
     """IR of C from a cuBLAS bmm with fp32 output and Inductor's generated reduction."""
     m, n, k = p.m, p.n, int(p.k)
     part = k // splits
-    a = compat.call(aten.permute.default, compat.view(p.a, [m, splits, part]), [1, 0, 2])
-    b = compat.view(p.b, [splits, part, n])
+    a = compat_ir.call(aten.permute.default, compat_ir.view(p.a, [m, splits, part]), [1, 0, 2])
+    b = compat_ir.view(p.b, [splits, part, n])
     if p.dtype is torch.float32:
-        partials = compat.call_stock(aten.bmm.default, a, b)
+        partials = compat_ir.call_stock(aten.bmm.default, a, b)
     else:
-        partials = compat.call_stock(aten.bmm.dtype, a, b, torch.float32)
-    total = compat.call(aten.sum.dim_IntList, partials, [0])
-    return compat.to_dtype(total, p.out_dtype)
+        partials = compat_ir.call_stock(aten.bmm.dtype, a, b, torch.float32)
+    total = compat_ir.call(aten.sum.dim_IntList, partials, [0])
+    return compat_ir.to_dtype(total, p.out_dtype)
 
 
 def candidates(p: Problem) -> list[choosing.Candidate]:
@@ -352,7 +354,7 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
     m, n, k, batch = _extremes(p)[0]
     device = p.a.get_device()
     pdl = config.pdl and compat.device_capability(device)[0] >= 9
-    ahead = _prefetchable(p, p.b) if pdl and compat.has_layout(p.b) else ""
+    ahead = _prefetchable(p, p.b) if pdl and compat_ir.has_layout(p.b) else ""
     ranked = tilings(m, n, k, batch, p.dtype.itemsize, compat.multiprocessors(device), ahead)
     found = ranked[:6]
     # The unrolled sum loads every split by name: 64 of them are as many as a program should hold.
@@ -438,13 +440,13 @@ def _add_product(
     if product is None:
         return None
     if alpha != 1:
-        product = compat.call(aten.mul.Tensor, product, alpha)
+        product = compat_ir.call(aten.mul.Tensor, product, alpha)
     if beta != 0:
-        bias = compat.to_dtype(bias, torch.float32)
+        bias = compat_ir.to_dtype(bias, torch.float32)
         if beta != 1:
-            bias = compat.call(aten.mul.Tensor, bias, beta)
-        product = compat.call(aten.add.Tensor, product, bias)
-    return compat.to_dtype(product, out_dtype or a.get_dtype())
+            bias = compat_ir.call(aten.mul.Tensor, bias, beta)
+        product = compat_ir.call(aten.add.Tensor, product, bias)
+    return compat_ir.to_dtype(product, out_dtype or a.get_dtype())
 
 
 _addmm = functools.partial(_add_product, "addmm")

@@ -300,7 +300,7 @@ def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compile is in progress here, so the mode to leave is none."""
     import contextlib
 
-    monkeypatch.setattr(compat, "no_fake_mode", contextlib.nullcontext)
+    monkeypatch.setattr(compat_ir, "no_fake_mode", contextlib.nullcontext)
 
 
 def test_a_region_keeps_the_order_of_its_candidates(card, as_it_is):

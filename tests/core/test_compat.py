@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from inductor_ext import compat
+from inductor_ext import compat, compat_ir
 
 pytestmark = pytest.mark.codegen  # a torch that moved a name must turn CI red
 
@@ -243,7 +243,7 @@ def test_nested_compiles():
 
 def test_random_like_keeps_sizes_strides_and_dtype():
     x = torch.empty(4, 6, dtype=torch.bfloat16).t()
-    y = compat.random_like(x, torch.device("cpu"))
+    y = compat_ir.random_like(x, torch.device("cpu"))
     assert (y.shape, y.stride(), y.dtype) == (x.shape, x.stride(), x.dtype)
     assert 0.2 < y.float().std() < 5 and not torch.equal(y, torch.zeros_like(y))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import inductor_ext
-from inductor_ext import compat, config, registry
+from inductor_ext import compat_ir, config, registry
 from inductor_ext.testing import compile_for
 
 pytestmark = pytest.mark.codegen
@@ -79,7 +79,7 @@ def test_a_lowering_is_used_and_can_decline(toy):
 
     def cosine(x):
         seen.append(list(x.get_size()))
-        return compat.call(aten.cos.default, x) if x.get_size()[0] == 128 else None
+        return compat_ir.call(aten.cos.default, x) if x.get_size()[0] == 128 else None
 
     name = toy(aten.ceil.default, cosine)
     assert "tl_math.cos" in compile_for("h200", ceil, X).source
@@ -373,7 +373,7 @@ def test_off_is_the_stock_code_byte_for_byte(fresh):
 
 
 def broken(x):
-    unused = compat.realize(compat.call(aten.cos.default, x))
+    unused = compat_ir.realize(compat_ir.call(aten.cos.default, x))
     raise ArithmeticError(f"no idea about {unused.get_dtype()}")
 
 
@@ -409,7 +409,7 @@ def test_the_rest_of_the_graph_goes_on(toy):
 
 def test_the_next_lowering_of_the_operation_gets_its_turn(toy):
     toy(aten.ceil.default, broken)
-    toy(aten.ceil.default, lambda x: compat.call(aten.sin.default, x))
+    toy(aten.ceil.default, lambda x: compat_ir.call(aten.sin.default, x))
     with not_strict(), pytest.warns(UserWarning, match="failed at"):
         assert "tl_math.sin" in compile_for("h200", ceil, X).source
 

@@ -1,0 +1,346 @@
+"""The half of ``compat.py`` that builds: IR, templates, traced and inlined graphs, nested compiles.
+
+With ``compat`` and ``compat_virtual`` the only modules that touch private Inductor names.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+
+from .compat import graph, hint, lowering_of, on_real_card
+
+log = logging.getLogger("inductor_ext")
+
+
+# --- building IR ----------------------------------------------------------------------------------
+
+
+def realize(x: Any) -> Any:
+    """A tensor as a buffer in memory whose layout no longer changes; views stay views."""
+    from torch._inductor import ir
+
+    node = ir.ExternKernel.realize_input(x)
+    node.freeze_layout()
+    return node
+
+
+def has_layout(x: Any) -> bool:
+    """Whether a tensor is in memory, or a view of one that is, with its strides decided."""
+    from torch._inductor import ir
+
+    return ir.is_storage_and_layout(x)
+
+
+def is_graph_input(x: Any) -> bool:
+    """Whether a realized tensor is, or is a view of, an input or constant of the graph."""
+    from torch._inductor import ir
+
+    while not isinstance(x, ir.Buffer):
+        x = x.data
+    return isinstance(x, (ir.InputBuffer, ir.ConstantBuffer))
+
+
+def call(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Emit ``op`` through Inductor's lowering of it."""
+    lowering: Any = lowering_of(op)
+    return lowering(*args, **kwargs)
+
+
+def call_stock(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Emit ``op`` through the lowering that was there before the plugin's."""
+    lowering: Any = lowering_of(op)
+    return getattr(lowering, "stock", lowering)(*args, **kwargs)
+
+
+def view(x: Any, size: Sequence[Any]) -> Any:
+    """A reshaped view of IR."""
+    return call(torch.ops.aten.view.default, x, list(size))
+
+
+def to_dtype(x: Any, dtype: torch.dtype) -> Any:
+    """A cast; nothing when the dtype is right already."""
+    from torch._inductor import lowering
+
+    return x if x.get_dtype() == dtype else lowering.to_dtype(x, dtype)
+
+
+def sum_unrolled(partials: Any, dtype: torch.dtype) -> Any:
+    """Sum over the first dimension as a pointwise node: a fixed pairwise tree of loads.
+
+    Unlike a reduction it fuses into whatever follows, row reductions included.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import ops
+
+    loader = partials.make_loader()
+    splits, *size = partials.get_size()
+
+    def inner(index: Any) -> Any:
+        terms = [loader([sympy.Integer(s), *index]) for s in range(int(splits))]
+        while len(terms) > 1:
+            pairs = [ops.add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
+            terms = pairs + terms[2 * len(pairs) :]
+        return ops.to_dtype(terms[0], dtype)
+
+    out = ir.Pointwise.create(
+        device=partials.get_device(), dtype=dtype, inner_fn=inner, ranges=list(size)
+    )
+    out.realize()
+    return out
+
+
+@functools.cache
+def _launcher_builders() -> Any:
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(4, thread_name_prefix="inductor_ext_launcher")
+
+
+_launchers_built: set[tuple[Any, ...]] = set()
+
+
+def _build_launcher(signature: tuple[str, ...]) -> None:
+    """Have Triton build the C launcher of a signature while the kernel itself compiles.
+
+    Inductor's static launcher can't set launch attributes, so a kernel with PDL goes through
+    Triton's, which up to triton 3.6 is compiled per signature by the C compiler: 0.35 s that would
+    otherwise come after everything else. The result is found in Triton's cache; a failure is not.
+    """
+    from triton.backends.nvidia import driver
+
+    make, cache = getattr(driver, "make_launcher", None), os.environ.get("TRITON_CACHE_DIR", "")
+    if make is None or (cache, signature) in _launchers_built:
+        return
+    _launchers_built.add((cache, signature))
+
+    def build() -> None:
+        from triton.runtime.build import compile_module_from_src
+
+        try:
+            compile_module_from_src(
+                src=make({}, dict(enumerate(signature)), None),
+                name="__triton_launcher",
+                library_dirs=driver.library_dirs(),
+                include_dirs=driver.include_dirs,
+                libraries=driver.libraries,
+            )
+        except Exception as error:  # the kernel's own launch builds it again and reports
+            log.debug("a launcher could not be built ahead: %s", error)
+
+    _launcher_builders().submit(build)
+
+
+class Template:
+    """A Triton template whose epilogue Inductor fuses, launched with PDL where asked.
+
+    ``grid(*sizes, meta, cdiv)`` gets the output's sizes (ints or sympy). ``source`` is a template
+    in Inductor's dialect: ``def_kernel``, ``size``, ``stride``, ``store_output``. Two constants are
+    ours: ``PDL`` launches with programmatic dependent launch, ``FLAT`` names the variable that
+    already holds the offset into a contiguous output, so that it is not put together again.
+    """
+
+    def __init__(self, name: str, grid: Callable[..., Any], source: str) -> None:
+        self.name, self._grid, self._source = name, grid, source
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        from torch._inductor.select_algorithm import (
+            SymbolicGridFn,
+            TritonTemplate,
+            TritonTemplateKernel,
+        )
+
+        class Kernel(TritonTemplateKernel):
+            triton_meta: Any
+
+            def jit_lines(self) -> Any:
+                pdl = self.meta.get("PDL")
+                if pdl:
+                    self.triton_meta = {**(self.triton_meta or {}), "launch_pdl": True}
+                lines = super().jit_lines()
+                if pdl and on_real_card():
+                    _build_launcher(tuple(self.triton_meta["signature"].values()))
+                return lines
+
+            def store_output(self, *args: Any, **kwargs: Any) -> str:
+                name = super().store_output(*args, **kwargs)
+                flat = self.meta.get("FLAT")
+                if flat is not None:
+                    hook = self.render_hooks[name]
+                    line = f"xindex = {flat.strip(chr(39))}"
+                    self.render_hooks[name] = lambda: re.sub(r"xindex = [^\n]*", line, hook())
+                return name
+
+        class PdlTemplate(TritonTemplate):
+            kernel_type = Kernel
+
+        return PdlTemplate(self.name, SymbolicGridFn(self._grid), self._source)
+
+    def emit(
+        self,
+        inputs: Sequence[Any],
+        size: Sequence[Any],
+        dtype: torch.dtype,
+        *,
+        num_warps: int,
+        num_stages: int,
+        **constants: Any,
+    ) -> Any:
+        """IR of the template's output: a contiguous tensor of ``size`` and ``dtype``."""
+        from torch._inductor import ir
+
+        layout = ir.FixedLayout(inputs[0].get_device(), dtype, list(size))
+        caller = self._template.generate(
+            input_nodes=tuple(inputs),
+            layout=layout,
+            num_stages=num_stages,
+            num_warps=num_warps,
+            **constants,
+        )
+        return caller.output_node()
+
+
+# --- tracing and inlining -------------------------------------------------------------------------
+
+
+def is_tensor_ir(x: Any) -> bool:
+    """Whether a lowering argument is a tensor."""
+    from torch._inductor import ir
+
+    return isinstance(x, ir.TensorBox)
+
+
+def holds_tensor_ir(x: Any) -> bool:
+    """Whether a lowering argument is a list or tuple with tensors in it."""
+    return isinstance(x, (list, tuple)) and any(is_tensor_ir(e) for e in x)
+
+
+def fake_of(x: Any) -> Any:
+    """The fake tensor of a realized IR tensor."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    with V.fake_mode:
+        return ir.ir_node_to_tensor(x)
+
+
+class Traced(NamedTuple):
+    """An fx graph of aten operations and the fake outputs it was traced to."""
+
+    gm: torch.fx.GraphModule
+    outputs: Any
+
+
+def trace(fn: Callable[..., Any], fakes: Sequence[Any]) -> Traced:
+    """Trace ``fn`` on fake tensors with the decompositions of the compile in progress."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with V.fake_mode:
+        gm = make_fx(fn, decomposition_table=select_decomp_table())(*fakes)
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    outputs = torch.fx.node.map_arg(output.args[0], lambda n: n.meta["val"])
+    return Traced(gm, outputs)
+
+
+def inline(gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
+    """Lower ``gm``'s nodes into the graph in progress; its results fuse like any other IR."""
+    from torch._inductor import config
+    from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+
+    if not patches:
+        return inline_subgraph_to_ir_nodes(gm, list(inputs), "inductor_ext")
+    before = len(graph().operations)
+    with config.patch(dict(patches)):
+        out = inline_subgraph_to_ir_nodes(gm, list(inputs), "inductor_ext")
+    operations = graph().operations[before:]
+    if any(not hasattr(op, "set_config_patches") for op in operations):
+        raise NotImplementedError("config_patches need torch 2.12 or newer")
+    for op in operations:
+        op.set_config_patches(dict(patches))
+    return out
+
+
+# --- nested compiles ------------------------------------------------------------------------------
+
+
+def compile_region(gm: torch.fx.GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile an already decomposed fx graph inside a running compile; returns ``f(*tensors)``.
+
+    Uses the same lowering and code generation as the graph around it, under its config, so what is
+    measured is what the outer compile emits for the same nodes.
+    """
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    outer = V.graph
+    lowering = GraphLowering(
+        gm,
+        example_inputs=list(fake_inputs),
+        shape_env=outer._shape_env,
+        is_inference=outer.is_inference,
+        is_backward=outer.is_backward,
+        name="inductor_ext_candidate",
+    )
+    with V.set_graph_handler(lowering):
+        lowering.run(*fake_inputs)
+        module = lowering.compile_to_module()
+    return lambda *tensors: module.call(list(tensors))
+
+
+def no_fake_mode() -> Any:
+    """A context without the fake-tensor mode of the compile in progress: kernels really run."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def static_fake(value: Any) -> Any:
+    """A fake tensor like ``value`` with every symbolic size at its hint."""
+    from torch._inductor.virtualized import V
+
+    with V.fake_mode:
+        return torch.empty_strided(
+            [_number(s) for s in value.shape],
+            [_number(s) for s in value.stride()],
+            dtype=value.dtype,
+            device=value.device,
+        )
+
+
+def static_args(args: Any) -> Any:
+    """Arguments of an fx node with symbolic ints at their hints."""
+    return torch.utils._pytree.tree_map(
+        lambda a: _number(a) if isinstance(a, torch.SymInt) else a, args
+    )
+
+
+def _number(value: Any) -> int:
+    return hint(value.node.expr) if isinstance(value, torch.SymInt) else int(value)
+
+
+def propagate_fakes(gm: torch.fx.GraphModule, fakes: Sequence[Any]) -> None:
+    """Fill ``meta["val"]`` of every node from the fake inputs."""
+    from torch._inductor.virtualized import V
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    FakeTensorProp(gm, V.fake_mode).propagate_dont_convert_inputs(*fakes)
+
+
+def random_like(fake: Any, device: torch.device) -> Any:
+    """A random tensor with the sizes (hints), strides and dtype of a fake one."""
+    from torch._dynamo.testing import rand_strided
+
+    size = [_number(s) for s in fake.shape]
+    stride = [_number(s) for s in fake.stride()]
+    with no_fake_mode():
+        return rand_strided(size, stride, fake.dtype, device)
