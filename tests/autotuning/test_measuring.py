@@ -18,6 +18,7 @@ from inductor_ext import (
     CustomOpConfig,
     choosing,
     compat,
+    compat_ir,
     config,
     measure,
     region,
