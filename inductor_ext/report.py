@@ -159,8 +159,9 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Report:
     """Compile ``fn`` for these arguments and report every site a lowering looked at.
 
     ``fn`` is a function, module or compiled function, called once with ``args`` (forward only); a
-    fresh compile without Inductor's caches, so that every decision is taken again. Keyword
-    ``mode`` is not special: it is passed to ``fn``. Returns a ``Report``; ``print`` it.
+    fresh compile in the default mode without Inductor's caches, so that every decision is taken
+    again. Dynamo's caches are emptied first, so what was compiled before is compiled again at its
+    next call. Returns a ``Report``; ``print`` it.
     """
     import torch
 
