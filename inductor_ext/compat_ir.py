@@ -39,13 +39,29 @@ def has_layout(x: Any) -> bool:
     return ir.is_storage_and_layout(x)
 
 
-def is_graph_input(x: Any) -> bool:
-    """Whether a realized tensor is, or is a view of, an input or constant of the graph."""
+def _behind(x: Any) -> Any:
+    """What a tensor is a view of: a buffer, or the computation that will become one."""
     from torch._inductor import ir
 
-    while not isinstance(x, ir.Buffer):
+    while not isinstance(x, ir.Buffer) and hasattr(x, "data"):
         x = x.data
-    return isinstance(x, (ir.InputBuffer, ir.ConstantBuffer))
+    return x
+
+
+def is_aligned_graph_input(x: Any) -> bool:
+    """Whether a tensor lies in an input or constant of the graph that begins at 16 bytes."""
+    from torch._inductor import ir
+
+    buffer = _behind(x)
+    return (
+        isinstance(buffer, (ir.InputBuffer, ir.ConstantBuffer))
+        and buffer.get_name() not in graph().unaligned_buffers
+    )
+
+
+def is_bitcast(x: Any) -> bool:
+    """Whether a tensor is a view in another dtype; a template would bind the buffer's own."""
+    return _behind(x).get_dtype() != x.get_dtype()
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -235,6 +235,8 @@ def _why_not(p: Problem) -> str | None:
         return "not on one CUDA device"
     if p.dtype not in DTYPES or p.b.get_dtype() != p.dtype:
         return f"operands are {p.dtype} and {p.b.get_dtype()}; bf16, fp16 or fp32 are handled"
+    if compat_ir.is_bitcast(p.a) or compat_ir.is_bitcast(p.b):
+        return "an operand is a view in another dtype"
     if p.out_dtype not in (p.dtype, torch.float32):
         return f"output dtype {p.out_dtype} is not one aten offers for {p.dtype}"
     if compat.has_unbacked(p.sizes):
@@ -265,7 +267,7 @@ def _prefetchable(p: Problem, b: Any) -> str:
     Only an operand this graph does not compute (weights), in pieces aligned to 16 bytes: bulk
     prefetches of many small pieces cost more than they bring.
     """
-    if p.batch is not None or not compat_ir.is_graph_input(b):
+    if p.batch is not None or not compat_ir.is_aligned_graph_input(b):
         return ""
     stride, offset = b.get_stride(), b.get_layout().offset
     if not all(compat.is_static(s) for s in (p.m, p.n, p.k, *stride, offset)):

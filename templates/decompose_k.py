@@ -116,11 +116,12 @@ REDUCE = r"""
     partials = tl.load(P + s[:, None] * XNUMEL + idx_x[None, :]
                        {%- if masks %}, mask={{masks | join(" & ")}}, other=0.0{% endif %})
     acc = tl.sum(partials, 0)
-{# C is contiguous: its own index is idx_x. Row and column are for what is broadcast to it. #}
-    idx_n = idx_x % N
-    idx_m = (idx_x // N){{" % M" if BATCHED else ""}}
+{# C is contiguous: its own index is idx_x. Row and column are for other operands of the epilogue,
+   whose strides may be of any size. #}
+    idx_n = (idx_x % N).to(tl.int64)
+    idx_m = ((idx_x // N){{" % M" if BATCHED else ""}}).to(tl.int64)
 {% if BATCHED %}
-    idx_b = idx_x // (M * N)
+    idx_b = (idx_x // (M * N)).to(tl.int64)
 {% endif %}
 {# As above: an epilogue names the mask. #}
     mask = {{"tl.full((XBLOCK,), True, tl.int1)" if EVEN_X else "idx_x < XNUMEL"}}

@@ -339,3 +339,29 @@ def test_failure_inside_falls_back_to_stock_with_one_warning(monkeypatch):
     assert "a bug in here" in left(code) and code.calls == ["extern_kernels.mm"]
     with pytest.raises(Exception, match="a bug in here"):
         compile_for("h200", mm, A, B)
+
+
+@pytest.mark.parametrize("stored", [FP16, torch.int16])
+def test_an_operand_viewed_in_another_dtype_is_left_alone(stored):
+    """The template would bind the buffer in its own dtype."""
+    code = compile_for("h200", lambda a, b: a @ b.view(BF16), A, t(2048, 16, dtype=stored))
+    assert "view in another dtype" in left(code)
+
+
+@pytest.mark.parametrize(("offset", "fetched"), [(0, True), (1, False), (3, False), (8, True)])
+@pytest.mark.parametrize("linear", [True, False])
+def test_weights_are_fetched_ahead_only_where_aligned(offset, fetched, linear):
+    """A bulk prefetch takes addresses of 16 bytes' alignment; a parameter may be a view at any."""
+    base = torch.empty(2048 * 24 + 8, dtype=BF16)[offset : offset + 2048 * 24]
+    w = base.view(24, 2048) if linear else base.view(2048, 24)
+    code = compile_for("h200", lambda x, w: x @ (w.t() if linear else w), A, w)
+    assert code.decisions[0].fired
+    assert ("cp.async.bulk.prefetch" in code.source) == fetched
+
+
+def test_what_the_epilogue_reads_may_be_beyond_32_bits():
+    gate = torch.empty_strided((16, 24), (1 << 28, 1), dtype=BF16, device="meta")
+    code = compile_for("h200", lambda a, b, g: torch.relu(a @ b) * g, A, t(2048, 24), gate)
+    assert code.decisions[0].fired and len(code.calls) == 2
+    reducer = code.kernels[-1].source
+    assert "idx_m = ((idx_x // N)).to(tl.int64)" in reducer
