@@ -311,6 +311,8 @@ def _extents(values: Any) -> np.ndarray:
             stack.append(value.base)
         elif isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
+            if storage.data_ptr() == 0:  # no memory (a meta tensor): nothing inside it to access
+                continue
             spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return np.array(sorted(spans), dtype=np.int64).T
 
