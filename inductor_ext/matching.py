@@ -66,7 +66,6 @@ _ROW_REDUCTIONS = {
     "aten._softmax.default",
     "aten._log_softmax.default",
     "prims.prepare_softmax_online.default",
-    "prims.inductor_prepare_softmax_online.default",
 }
 
 

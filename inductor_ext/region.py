@@ -118,9 +118,9 @@ def _list(out: Any) -> list[Any]:
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
-def extract(node: Any, *, epilogue: bool = True) -> Region:
+def extract(node: Any) -> Region:
     """The region behind ``node`` as a static graph; inputs become placeholders in order of use."""
-    members = matching.pointwise_region(node) if epilogue else [node]
+    members = matching.pointwise_region(node)
     inside = set(members)
     graph = torch.fx.Graph()
     copies: dict[Any, Any] = {}

@@ -145,7 +145,7 @@ def _tiling(
 
 @dataclasses.dataclass(frozen=True)
 class _Rates:
-    """What the ranking of tilings costs, fitted to 45 problems on an H200 (benchmarks/NOTES.md)."""
+    """What the ranking of tilings costs, fitted to 49 problems on an H200 (benchmarks/NOTES.md)."""
 
     refill_ns: float  # a further filling of the four pipeline stages
     sm_bytes_per_ns: float  # into one SM
