@@ -14,26 +14,39 @@ if not _compat.supported(_torch.__version__):
         "install a supported torch or remove the import"
     )
 
+from . import active_plan as _active_plan
 from . import choosing as _choosing
+from . import dispatch as _dispatch
 from . import registry as _registry
+from .active_plan import load_plan, unload_plan
 from .autotuning import CustomOpConfig, register_custom_op_autotuning
+from .plan import Plan
 from .registry import disable, enable
 from .report import Decision, Report, explain
+from .tuning import tune
 
 _registry.add_salt("forced", _choosing.forced_salt)
+_registry.add_salt("plans", _active_plan.salt)
 _compat.install_salt(_registry.revision)
 
 from . import lowerings as lowerings  # noqa: E402  (registers every capability)
 
+# Behind the passes of the lowerings: what they make of the graph is what is branched over.
+_compat.append_graph_pass("post_grad", _dispatch.Pass())
 _registry.warn_of_unknown_names()
+_active_plan.load_environment()
 
 __version__ = "0.1.0"
 __all__ = [
     "CustomOpConfig",
     "Decision",
+    "Plan",
     "Report",
     "disable",
     "enable",
     "explain",
+    "load_plan",
     "register_custom_op_autotuning",
+    "tune",
+    "unload_plan",
 ]

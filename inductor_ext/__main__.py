@@ -24,6 +24,7 @@ COMMANDS = {
         "inductor_ext.demo:main", "compile the MoE-router example, show what it became"
     ),
     "doctor": Command("inductor_ext.doctor:main", "check this machine and this installation"),
+    "plan": Command("inductor_ext.plan_cli:main", "show, check, merge or compare plan files"),
     "bench": Command("inductor_ext.__main__:bench", "run this checkout's benchmarks (on a card)"),
 }
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import choosing, compat, compat_ir, matching, registry
+from . import choosing, compat, compat_ir, matching, plan, registry
 
 
 class CustomOpConfig:
@@ -244,7 +244,26 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
             stock_may_win=entry.include_fallback,
             input_gen_fns=entry.input_gen_fns,
         ),
+        problem=_described(entry, tensors, scalars),
     )
+
+
+def _described(
+    entry: _Registration, tensors: Mapping[str, Any], scalars: Mapping[str, Any]
+) -> choosing.Problem:
+    """The problem as plans know it: sizes are called "x.0", dynamic ones have ranges."""
+    sizes = {f"{n}.{i}": s for n, t in tensors.items() for i, s in enumerate(t.get_size())}
+    static = {name: int(size) for name, size in sizes.items() if compat.is_static(size)}
+    dtypes = [str(t.get_dtype()).removeprefix("torch.") for t in tensors.values()]
+    settings = ",".join(f"{n}={v}" for n, v in scalars.items()).replace(" ", "")
+    key = plan.Key.of(
+        entry.name,
+        f"{entry.op}({settings})",
+        ",".join(dtypes),
+        ",".join(choosing.layout(t.get_stride()) for t in tensors.values()),
+        static,
+    )
+    return choosing.Problem(key, {n: s for n, s in sizes.items() if n not in static})
 
 
 def _name(config: Any) -> str:

@@ -1,8 +1,9 @@
 """From candidates to a choice at one site.
 
-Order: a candidate forced by name (tests, measuring), then the measurement in max-autotune modes,
-then the lowering's stated heuristic. The stock lowering is always a candidate, called ``stock``;
-choosing it means the lowering returns None and Inductor goes on as if the plugin were not there.
+Order: a candidate forced by name (tests, measuring), then a loaded plan, then the measurement in
+max-autotune modes (never with a plan of the user's), then the lowering's stated heuristic. The
+stock lowering is always a candidate, called ``stock``; choosing it means the lowering returns None
+and Inductor goes on as if the plugin were not there.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import compat, report
+from . import active_plan, agreement, compat, plan, report
 
 STOCK = "stock"
 
@@ -37,6 +40,27 @@ class Measure:
     threshold: float = 1.03  # a tie within the noise goes to stock: a rewrite must earn its place
     stock_may_win: bool = True
     input_gen_fns: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A site as plans know it: the static key, and the sizes that ranges are about by name.
+
+    ``dims`` are ints or size expressions of the graph. ``named(name)`` makes a candidate that is
+    not among those worth measuring, None where the name means nothing for this problem. For tuning:
+    ``short_list()`` names the candidates worth measuring at the sizes assumed around the call
+    (None: those given to ``choose``), ``plausible()`` says whether any might beat stock there.
+    """
+
+    key: plan.Key
+    dims: Mapping[str, Any]
+    named: Callable[[str], Candidate | None] = lambda name: None
+    short_list: Callable[[], list[str]] | None = None
+    plausible: Callable[[], bool] = lambda: True
+
+    def sizes(self) -> dict[str, int]:
+        """The ranged sizes as ints: static, assumed in this branch, or seen at tracing."""
+        return {name: compat.hint(size) for name, size in self.dims.items()}
 
 
 _forced: dict[str, str] = {}
@@ -63,8 +87,8 @@ def force(choices: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _force_here(lowering: str, name: str) -> Iterator[None]:
-    """Force by exact name in this thread only, for the nested compiles of a measurement."""
+def force_here(lowering: str, name: str) -> Iterator[None]:
+    """Force by exact name in this thread only: nested compiles of a measurement, branches."""
     before = getattr(_forced_here, "choices", {})
     _forced_here.choices = {**before, lowering: re.escape(name)}
     try:
@@ -78,14 +102,46 @@ def forced_salt() -> str:
     return repr(sorted(_forced.items()))
 
 
+def layout(stride: Sequence[Any]) -> str:
+    """The layout class in a key: "row" where the last dimension is dense, "column" where the one
+    before is, else "other"."""
+    dense = [compat.is_static(s) and int(s) == 1 for s in stride[-2:]]
+    return "row" if not dense or dense[-1] else "column" if dense[0] else "other"
+
+
+Recorder = Callable[[str, str, Problem, Sequence[str], Measure], None]
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder | None) -> Iterator[None]:
+    """In this thread sites are handed to ``recorder(lowering, site, problem, candidates, how)`` and
+    left to stock, also those that the lowering's rule would not look at. None: no longer."""
+    before = getattr(_forced_here, "recorder", None)
+    _forced_here.recorder = recorder
+    try:
+        yield
+    finally:
+        _forced_here.recorder = before
+
+
 def forced_choice(lowering: str) -> str | None:
     """The pattern a lowering's choice is forced to, if any."""
+    if getattr(_forced_here, "recorder", None) is not None:
+        return STOCK
     return getattr(_forced_here, "choices", {}).get(lowering) or _forced.get(lowering)
 
 
 def leave(lowering: str, site: str, reason: str) -> None:
     """Report that a site is left to stock; returns None, what a declining lowering returns."""
-    report.record(report.Decision(lowering, False, STOCK, reason, site))
+    report.record(report.Decision(lowering, False, STOCK, reason, site, ranges=_ranges()))
+
+
+RANGES = "inductor_ext_ranges"  # in the meta of an fx node: one choice for all its sizes
+
+
+def _ranges() -> tuple[report.SizeRange, ...]:
+    node = compat.current_node()
+    return () if node is None else node.meta.get(RANGES, ())
 
 
 def choose(
@@ -96,32 +152,88 @@ def choose(
     *,
     key: str = "",
     measure: Measure = Measure(),
+    problem: Problem | None = None,
 ) -> Any:
     """Emit the chosen candidate at the site being lowered; None when that is stock.
 
     ``heuristic()`` returns (candidate name or "stock", reason). ``key`` identifies the problem for
     remembered measurements (everything that decides: shapes, strides, dtypes, what follows).
+    ``problem`` is the site as plans know it; without one no plan has a say.
     """
     by_name = {c.name: c for c in candidates}
+    recorder: Recorder | None = getattr(_forced_here, "recorder", None)
+    if recorder is not None:
+        if problem is not None:
+            recorder(lowering, site, problem, list(by_name), measure)
+        return None
     times: tuple[report.CandidateTime, ...] = ()
     pattern = forced_choice(lowering)
+    planned = _planned(problem, by_name) if pattern is None else None
     if pattern is not None:
         source = "forced"
+        if problem is not None and not any(re.fullmatch(pattern, n) for n in [STOCK, *by_name]):
+            # A plain name need not be on the short list.
+            made = problem.named(re.sub(r"\\(.)", r"\1", pattern))
+            by_name.update({made.name: made} if made else {})
         name = next((n for n in [STOCK, *by_name] if re.fullmatch(pattern, n)), STOCK)
         reason = f"forced to {pattern}"
         if name == STOCK and not re.fullmatch(pattern, STOCK):
             reason += f", which matches none of {', '.join(by_name)}"
-    elif (measure.always or compat.wants_measurement()) and compat.on_real_card():
+    elif planned is not None and planned.name:
+        source = "plan"
+        name, reason, times = planned
+    elif (
+        planned is None and (measure.always or compat.wants_measurement()) and compat.on_real_card()
+    ):
         source = "measured"
         name, reason, times = _measure(lowering, list(by_name), key, measure)
     else:
         source = "heuristic"
         name, reason = heuristic()
+        if planned is not None:
+            reason = f"not in the plan: {planned.reason}; {reason}"
         times = tuple(report.CandidateTime(n, note="not timed") for n in [STOCK, *by_name])
     out = None if name == STOCK else by_name[name].emit()
     # After emitting: a candidate that fails is reported once, by the registry.
-    report.record(report.Decision(lowering, name != STOCK, name, reason, site, source, times))
+    report.record(
+        report.Decision(lowering, name != STOCK, name, reason, site, source, times, _ranges())
+    )
     return out
+
+
+def planned_choice(problem: Problem, at: Mapping[str, int]) -> str | None:
+    """The candidate that the plans name where the ranged sizes are ``at``; None: none of them."""
+    dims = {name: at[name] if name in at else compat.hint(s) for name, s in problem.dims.items()}
+    answer = active_plan.find(problem.key, dims)
+    return None if answer is None or answer.box is None else answer.box.choice
+
+
+class _Planned(NamedTuple):
+    """What the plans say at a site: a candidate, or "" and why none."""
+
+    name: str
+    reason: str
+    times: tuple[report.CandidateTime, ...] = ()
+
+
+def _planned(problem: Problem | None, by_name: dict[str, Candidate]) -> _Planned | None:
+    """The plans' choice, added to ``by_name`` if need be; None where measuring is still allowed."""
+    dims = {} if problem is None else problem.sizes()
+    answer = active_plan.find(None if problem is None else problem.key, dims)
+    if answer is None:
+        return None
+    if answer.box is None or problem is None:
+        return _Planned("", answer.reason)
+    name = answer.box.choice
+    if name != STOCK and name not in by_name:
+        made = problem.named(name)
+        if made is None:
+            return _Planned("", f"{answer.plan} names {name}, which is no candidate here")
+        by_name[name] = made
+    point, us = answer.box.nearest_times({**dict(problem.key.sizes), **dims})
+    note = f"measured for the plan at {point}"
+    times = tuple(report.CandidateTime(n, t, note) for n, t in us.items())
+    return _Planned(name, f"{answer.box} in {answer.plan}", times)
 
 
 _measured: dict[str, tuple[str, str, tuple[report.CandidateTime, ...]]] = {}
@@ -130,9 +242,26 @@ _measured: dict[str, tuple[str, str, tuple[report.CandidateTime, ...]]] = {}
 def _measure(
     lowering: str, names: list[str], key: str, how: Measure
 ) -> tuple[str, str, tuple[report.CandidateTime, ...]]:
-    """Time every candidate with the pointwise region that follows, by graph replay, cold L2."""
+    """The measurement of this site: remembered, taken, or taken by another rank of the job."""
     if key and key in _measured:
         return _measured[key]
+
+    def compute() -> str:
+        name, reason, times = _measure_here(lowering, names, how)
+        return json.dumps([name, reason, [dataclasses.astuple(t) for t in times]])
+
+    topic = hashlib.sha256(f"{lowering} {key}".encode()).hexdigest()[:32]
+    name, reason, times = json.loads(agreement.decide(topic, compute) if key else compute())
+    result = (name, reason, tuple(report.CandidateTime(*t) for t in times))
+    if key:
+        _measured[key] = result
+    return result
+
+
+def _measure_here(
+    lowering: str, names: list[str], how: Measure
+) -> tuple[str, str, tuple[report.CandidateTime, ...]]:
+    """Time every candidate with the pointwise region that follows, by graph replay, cold L2."""
     from . import region
 
     found = region.extract(compat.current_node())
@@ -140,7 +269,7 @@ def _measure(
 
     def build(name: str) -> Callable[..., Any]:
         # Strict: a candidate that fails must not be timed as the stock code that replaces it.
-        with _force_here(lowering, name), report.muted(), compat.strict():
+        with force_here(lowering, name), report.muted(), compat.strict():
             return found.compile()
 
     builders = {name: functools.partial(build, name) for name in [STOCK, *names]}
@@ -156,7 +285,4 @@ def _measure(
     if how.stock_may_win and timed[best] * how.threshold >= timed[STOCK]:
         best = STOCK
     reason = f"fastest of {len(timed)} timed with the {found.nodes} fused operations that follow"
-    result = (best, reason, tuple(times))
-    if key:
-        _measured[key] = result
-    return result
+    return best, reason, tuple(times)

@@ -9,9 +9,13 @@ with the name that moved. Nothing here decides anything; it translates.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import importlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -158,16 +162,69 @@ def current_node() -> Any:
     return getattr(graph(), "current_node", None)
 
 
+def shape_env() -> Any:
+    """The ShapeEnv of the compile in progress, in a graph pass or in a lowering; None without."""
+    from torch._inductor.virtualized import V
+
+    sizevars = getattr(V.graph, "sizevars", None)
+    if sizevars is not None:
+        return sizevars.shape_env
+    return getattr(V.fake_mode, "shape_env", None)
+
+
+def expr(size: Any) -> Any:
+    """The sympy expression of a SymInt; an int as it is."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+class Assumed(NamedTuple):
+    """What holds for a size expression in one branch: a typical value, and bounds (None: open)."""
+
+    value: int
+    lo: int
+    hi: int | None
+
+
+_assumptions = threading.local()
+
+
+@contextlib.contextmanager
+def assume(sizes: Mapping[Any, Assumed]) -> Iterator[None]:
+    """``hint`` and ``upper_bound`` answer for these sympy expressions in this thread."""
+    before = getattr(_assumptions, "sizes", {})
+    _assumptions.sizes = {**before, **sizes}
+    try:
+        yield
+    finally:
+        _assumptions.sizes = before
+
+
+def substitute(expr: Any, sizes: Mapping[Any, Any]) -> Any:
+    """``expr`` with the sympy expressions ``sizes`` replaced, the largest first."""
+    expr = sympy.sympify(expr)
+    for key in sorted(sizes, key=lambda k: -len(k.free_symbols)):
+        expr = expr.xreplace({key: sizes[key]}) if key.is_Symbol else expr.subs(key, sizes[key])
+    return expr
+
+
 def hint(expr: Any) -> int:
-    """A size as an int: its value, or the value seen when the graph was traced."""
+    """A size as an int: its value, the value assumed here, or the value seen at tracing."""
     if isinstance(expr, int):
         return expr
-    expr = sympy.sympify(expr)
+    assumed = getattr(_assumptions, "sizes", {})
+    expr = substitute(expr, {key: sympy.Integer(a.value) for key, a in assumed.items()})
     if expr.is_number:
         return int(expr)
-    sizevars = graph().sizevars
+    sizevars = getattr(graph(), "sizevars", None)
+    if sizevars is None:  # in a graph pass
+        return int(substitute(expr, _traced_sizes()))
     get = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint
     return int(get(expr))
+
+
+def _traced_sizes() -> Mapping[Any, Any]:
+    env = shape_env()
+    return getattr(env, "backed_var_to_val", None) or env.var_to_val
 
 
 def is_static(expr: Any) -> bool:
@@ -184,13 +241,27 @@ def has_unbacked(exprs: Sequence[Any]) -> bool:
 
 def upper_bound(expr: Any) -> int | None:
     """The largest value a size can take (mark_dynamic(max=)); None when unbounded."""
-    if is_static(expr):
-        return int(expr)
-    from torch.utils._sympy.value_ranges import bound_sympy
+    return bounds(expr)[1]
 
-    shape_env = graph().sizevars.shape_env
-    upper = bound_sympy(sympy.sympify(expr), shape_env.var_to_range).upper
-    return int(upper) if upper.is_number and upper < 2**31 - 1 else None
+
+def bounds(expr: Any) -> tuple[int, int | None]:
+    """The least and the largest value a size can take, within what is assumed here."""
+    if is_static(expr):
+        return int(expr), int(expr)
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    ranges = dict(shape_env().var_to_range)
+    stands_for = {}
+    for i, (key, a) in enumerate(getattr(_assumptions, "sizes", {}).items()):
+        symbol = sympy.Symbol(f"assumed{i}", integer=True, nonnegative=True)
+        ranges[symbol] = ValueRanges(a.lo, bound_sympy(key, ranges).upper if a.hi is None else a.hi)
+        stands_for[key] = symbol
+    found = bound_sympy(substitute(expr, stands_for), ranges)
+    lower, upper = found.lower, found.upper
+    return (
+        max(int(lower), 0) if lower.is_number and lower > -(2**31) else 0,
+        int(upper) if upper.is_number and upper < 2**31 - 1 else None,
+    )
 
 
 def statically_divisible(expr: Any, by: int) -> bool:
@@ -263,6 +334,62 @@ def too_large_for_int32(x: Any) -> bool:
             return True
         span += max(size_bound - 1, 0) * abs(stride_bound)
     return span >= 2**31
+
+
+def symbols_of(size: Any) -> frozenset[Any]:
+    """The symbols in a size expression; none for an int."""
+    return frozenset(getattr(size, "free_symbols", ()))
+
+
+def size_symbols() -> dict[tuple[str, int], Any]:
+    """(argument, dimension) -> symbol, for the dynamic sizes of the function being compiled.
+
+    Sizes found equal share a symbol, one found to be a number is that number. Arguments go by their
+    names in the function; ``args[0]`` is the first of ``*args``.
+    """
+    found = {}
+    for symbol, sources in shape_env().var_to_sources.items():
+        for source in sources:
+            match = re.fullmatch(r"L\['(\w+)'\](\[\d+\])?\.size\(\)\[(\d+)\]", source.name)
+            if match:
+                found[match[1] + (match[2] or ""), int(match[3])] = shape_env().replace(symbol)
+    return found
+
+
+def marked_dynamic(tensor: torch.Tensor) -> list[int]:
+    """The dimensions marked with ``mark_dynamic``."""
+    return sorted(getattr(tensor, "_dynamo_dynamic_indices", ()))
+
+
+def is_constraint_violation(error: BaseException) -> bool:
+    """Whether a compile failed because a dimension marked dynamic is specialised."""
+    return "mark_dynamic" in str(error) or "Constraints violated" in str(error)
+
+
+def card_name() -> str | None:
+    """Name of the current card (virtual in the test kit); None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).name)
+
+
+def minor_version(package: str) -> str:
+    """Major and minor version of an imported package: "2.13"."""
+    version = str(importlib.import_module(package).__version__)
+    return ".".join(version.split(".")[:2])
+
+
+def distributed_store() -> tuple[Any, int, int]:
+    """(key-value store, rank, world size) of the job; the store is None in a world of one."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None, 0, 1
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    if world == 1:
+        return None, 0, 1
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store(), rank, world
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:

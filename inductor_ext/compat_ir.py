@@ -49,14 +49,24 @@ def _behind(x: Any) -> Any:
 
 
 def is_aligned_graph_input(x: Any) -> bool:
-    """Whether a tensor lies in an input or constant of the graph that begins at 16 bytes."""
+    """Whether a tensor lies in an input or constant of the graph that begins at 16 bytes.
+
+    In a branch that means the graph around it: an operand which that computes is no graph input.
+    """
     from torch._inductor import ir
+    from torch._inductor.virtualized import V
 
     buffer = _behind(x)
-    return (
-        isinstance(buffer, (ir.InputBuffer, ir.ConstantBuffer))
-        and buffer.get_name() not in graph().unaligned_buffers
-    )
+    if not isinstance(buffer, (ir.InputBuffer, ir.ConstantBuffer)):
+        return False
+    if buffer.get_name() in graph().unaligned_buffers:
+        return False
+    operand = getattr(graph(), "inductor_ext_operands", {}).get(buffer.get_name())
+    if operand is None:
+        return True
+    with V.set_graph_handler(graph().parent):
+        whole = isinstance(getattr(operand.data, "data", None), ir.Buffer)  # no view: no offset
+        return whole and is_aligned_graph_input(operand)
 
 
 def is_bitcast(x: Any) -> bool:

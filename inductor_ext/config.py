@@ -15,4 +15,7 @@ strict: bool = os.environ.get("INDUCTOR_EXT_STRICT", "0") == "1"
 pdl: bool = os.environ.get("INDUCTOR_EXT_PDL", "1") == "1"
 """Launch our kernels with programmatic dependent launch where the card has it (sm_90 and up)."""
 
+shipped_plan: bool = os.environ.get("INDUCTOR_EXT_SHIPPED_PLAN", "1") == "1"
+"""Use the plan that came with the package for this card, where no plan of the user's answers."""
+
 install_config_module(sys.modules[__name__])

@@ -114,16 +114,32 @@ def caches_and_plans() -> Iterable[Row]:
             yield Row("Inductor's cache", cache)
     except OSError as e:
         yield Row("Inductor's cache", f"cannot be written: {e}", "bad")
-    path = os.environ.get("INDUCTOR_EXT_PLAN")
-    if not path:
-        yield Row("INDUCTOR_EXT_PLAN", "not set: no plan of your own")
-    elif Path(path).is_file():
-        yield Row("INDUCTOR_EXT_PLAN", path)
-    else:
-        yield Row("INDUCTOR_EXT_PLAN", f"{path} is not a file", "bad")
+    yield from plans()
     folder = importlib.resources.files("inductor_ext") / "plans"
     names = sorted(p.name for p in folder.iterdir() if p.name.endswith(".json"))
     yield Row("shipped plans", f"{', '.join(names) or 'none'} in {folder}")
+
+
+def plans() -> Iterable[Row]:
+    """Which plans would be used here, and what is wrong with those that would not."""
+    from inductor_ext import active_plan, compat
+    from inductor_ext.plan import PlanError
+
+    name, card = active_plan.ENVIRONMENT, compat.card_name()
+    paths = active_plan.environment_paths()
+    if not paths:
+        yield Row(name, "not set: no plan of your own")
+    for path in paths:
+        try:
+            plan = active_plan.read(path, False, card).plan
+            yield Row(name, f"{path}: {len(plan.entries)} problems on {plan.card}")
+        except PlanError as error:
+            yield Row(name, str(error), "bad")
+    shipped = None if card is None else active_plan.shipped(card)
+    if shipped is not None:
+        why = shipped.unfit(card)
+        where = f"{shipped.name}: {len(shipped.plan.entries)} problems"
+        yield Row("shipped plan", f"not used, {why}" if why else where, "note" if why else "ok")
 
 
 def occupant(value: Any) -> str:

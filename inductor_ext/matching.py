@@ -6,8 +6,9 @@ computes an output element from one element of each input; what stops it decides
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -69,10 +70,10 @@ _ROW_REDUCTIONS = {
 }
 
 
-def feeds_row_reduction(limit: int = 8192) -> bool:
-    """Whether the pointwise region behind the current node ends in a reduction over its last
-    dimension, of a length that one program can hold."""
-    node = compat.current_node()
+def feeds_row_reduction(node: Any = None, limit: int = 8192) -> bool:
+    """Whether the pointwise region behind ``node`` (default: the one being lowered) ends in a
+    reduction over its last dimension, of a length that one program can hold."""
+    node = compat.current_node() if node is None else node
     if node is None:
         return False
     value = node.meta.get("val")
@@ -109,3 +110,196 @@ def consumers_key() -> str:
         if isinstance(s.meta.get("val"), torch.Tensor)
     ]
     return ";".join(strides + parts)
+
+
+# --- the whole region behind an operation ---------------------------------------------------------
+
+# Views cost nothing, so a region may have its own copy of one that others use too.
+_FREE_VIEWS = (_VIEWS - {operator.getitem}) | {
+    torch.ops.aten.alias.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.squeeze.default,
+    torch.ops.aten.squeeze.dims,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+}
+_CONSTANTS = {
+    torch.ops.aten.full.default,
+    torch.ops.aten.scalar_tensor.default,
+    torch.ops.prims.iota.default,
+}
+# The numbers follow from the seed and the element's index, wherever they are computed.
+_RANDOM = {"inductor_random", "inductor_randint", "inductor_lookup_seed"}
+_REDUCTIONS = _ROW_REDUCTIONS | {
+    "aten.any.dim",
+    "aten.any.default",
+    "aten.amax.default",
+    "aten.amin.default",
+    "aten.mean.default",
+    "aten.prod.dim_int",
+    "aten.sum.default",
+    "aten.var.correction",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """``nodes`` in graph order compute ``outputs`` from ``operands`` (tensors and sizes).
+
+    ``erased`` are the nodes nothing else needs once the region is computed elsewhere, ``later`` the
+    nodes outside that depend on the region.
+    """
+
+    site: Any
+    nodes: tuple[Any, ...]
+    operands: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    erased: tuple[Any, ...]
+    later: tuple[Any, ...]
+
+    def copy(self) -> torch.fx.GraphModule:
+        """The region as a graph of its own: a placeholder per operand, a tuple of outputs."""
+        root, graph = torch.nn.Module(), torch.fx.Graph()
+        copies: dict[Any, Any] = {}
+        for i, operand in enumerate(self.operands):
+            copies[operand] = graph.placeholder(f"in{i}")
+            copies[operand].meta["val"] = operand.meta["val"]
+        for i, node in enumerate(self.nodes):
+            if node.op == "get_attr":
+                setattr(root, f"constant{i}", _attribute(node))
+                copies[node] = graph.get_attr(f"constant{i}")
+                copies[node].meta = dict(node.meta)
+            else:
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+        graph.output(tuple(copies[out] for out in self.outputs))
+        return torch.fx.GraphModule(root, graph)
+
+
+def _attribute(node: Any) -> Any:
+    found = node.graph.owning_module
+    for name in node.target.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def fusible_region(
+    site: Any, taken: Collection[Any] = frozenset(), limit: int = 64
+) -> Region | None:
+    """What Inductor may fuse with ``site``: everything behind it that is pointwise, a view or a
+    reduction, and what of the same kind computes only their other operands.
+
+    No path leaves the region and comes back. Nodes in ``taken`` stay outside. None where a value
+    that crosses the border is neither a tensor nor a size, or has a size that depends on data.
+    """
+    region = {site: None}
+    later: dict[Any, None] = {}
+    for node in _after(site):
+        sources = node.all_input_nodes
+        if not any(s in region or s in later for s in sources):
+            continue
+        of_tuple = node.target is operator.getitem and sources[0] in region
+        fits = of_tuple or (node not in taken and len(region) < limit and _fuses(node, site))
+        if fits and not any(s in later for s in sources):
+            region[node] = None
+        else:
+            later[node] = None
+    before = [n for n in site.graph.nodes if n not in region]
+    feeds_site = {site}  # its factors are in memory in any case: only views of them come along
+    for node in reversed(before):
+        users = [u for u in node.users if u in region]
+        if not users or node in taken or node in later:
+            continue
+        if _is_free(node):
+            region[node] = None
+            if any(u in feeds_site for u in users):
+                feeds_site.add(node)
+        elif (
+            (_fuses(node, site) or _is_random(node))
+            and len(users) == len(node.users)
+            and len(region) < 2 * limit
+            and not any(u in feeds_site for u in users)
+            and not isinstance(node.meta.get("val"), (tuple, list))
+        ):
+            region[node] = None
+    return _bordered(site, [n for n in site.graph.nodes if n in region], later)
+
+
+def _bordered(site: Any, nodes: list[Any], later: dict[Any, None]) -> Region | None:
+    inside = set(nodes)
+    # A free node that something outside uses stays there, with a copy in the region.
+    kept: set[Any] = set()
+    for node in reversed(nodes):
+        if _is_free(node) and any(u not in inside or u in kept for u in node.users):
+            kept.add(node)
+    behind = {site}
+    for node in nodes:
+        if any(s in behind for s in node.all_input_nodes):
+            behind.add(node)
+    outputs = [
+        n
+        for n in nodes
+        if n in behind and n not in kept and any(u not in inside or u in kept for u in n.users)
+    ]
+    operands = dict.fromkeys(s for n in nodes for s in n.all_input_nodes if s not in inside)
+    crossing = [n.meta.get("val") for n in (*operands, *outputs)]
+    if not outputs or not all(_may_cross(value) for value in crossing):
+        return None
+    return Region(
+        site,
+        tuple(nodes),
+        tuple(operands),
+        tuple(outputs),
+        tuple(n for n in nodes if n not in kept and n.op != "get_attr"),
+        (*later, *(n for n in kept if n in behind)),
+    )
+
+
+def _may_cross(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not compat.has_unbacked([*map(compat.expr, (*value.shape, *value.stride()))])
+    return isinstance(value, torch.SymInt) and not compat.has_unbacked([compat.expr(value)])
+
+
+def _is_free(node: Any) -> bool:
+    if node.op == "get_attr":
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and value.dim() == 0
+    return node.op == "call_function" and (node.target in _FREE_VIEWS or node.target in _CONSTANTS)
+
+
+def _is_random(node: Any) -> bool:
+    return getattr(node.target, "namespace", "") == "prims" and (
+        node.target.name().removeprefix("prims::") in _RANDOM
+    )
+
+
+def _fuses(node: Any, site: Any) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+        return False
+    values = node.meta.get("val")
+    first = values[0] if isinstance(values, (tuple, list)) and values else values
+    if not isinstance(first, torch.Tensor) or first.device != site.meta["val"].device:
+        return False
+    return is_pointwise(node) or node.target in _FREE_VIEWS or str(node.target) in _REDUCTIONS
+
+
+def viewed(node: Any) -> Any:
+    """What a chain of views begins at."""
+    while node.op == "call_function" and node.target in _FREE_VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_bitcast(node: Any) -> bool:
+    """Whether a node is, or is a view of, a tensor viewed in another dtype."""
+    while node.op == "call_function":
+        if node.target is torch.ops.aten.view.dtype:
+            return True
+        if node.target not in _FREE_VIEWS:
+            return False
+        node = node.all_input_nodes[0]
+    return False

@@ -15,6 +15,8 @@ import torch
 
 from . import compat, compat_ir, matching, measure
 
+_COLD_BYTES = 512 << 20  # what the rotated copies of small inputs take: 2.5 of the largest L2
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -30,6 +32,8 @@ class _Upcast(torch.fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.prims.convert_element_type.default and args[1].is_floating_point:
             return args[0]
+        if getattr(kwargs.get("dtype"), "is_floating_point", False):
+            kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
         if getattr(target, "_overloadname", "") == "dtype":
             target, args = target.overloadpacket.default, args[:-1]
         return super().call_function(target, args, kwargs)
@@ -47,6 +51,19 @@ class Region:
     def compile(self) -> Callable[..., Any]:
         """The region compiled under the choices forced around this call."""
         return compat_ir.compile_region(self.gm, self.fakes)
+
+    def measuring_bytes(self) -> int:
+        """Bytes that ``compare`` needs at most, intermediates of the operations included.
+
+        Timing rotates copies of the inputs: two, or as many as exceed the L2 cache; the reference
+        holds everything once more in fp64.
+        """
+        values = [n.meta["val"] for n in self.gm.graph.nodes if "val" in n.meta]
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        inputs = sum(f.numel() * f.element_size() for f in self.fakes)
+        computed = sum(t.numel() * t.element_size() for t in tensors)
+        wide = sum(t.numel() * 8 for t in tensors)
+        return inputs + max(inputs, _COLD_BYTES) + 2 * computed + wide
 
     def compare(
         self,
@@ -118,9 +135,24 @@ def _list(out: Any) -> list[Any]:
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
-def extract(node: Any) -> Region:
-    """The region behind ``node`` as a static graph; inputs become placeholders in order of use."""
-    members = matching.pointwise_region(node)
+def _whole(node: Any) -> matching.Region | None:
+    """The region with its reductions, where it can be copied and judged by its values: integers (an
+    argmax) may differ between two right results."""
+    found = matching.fusible_region(node)
+    if found is None or any(not out.meta["val"].is_floating_point() for out in found.outputs):
+        return None
+    plain = all(isinstance(n.target, torch._ops.OpOverload) for n in found.nodes)
+    return found if plain else None
+
+
+def extract(node: Any, *, reductions: bool = False) -> Region:
+    """The region behind ``node`` as a static graph; inputs become placeholders in order of use.
+
+    Sizes are those traced, or assumed around the call (``compat.assume``): every tensor follows.
+    With ``reductions`` everything that may fuse belongs to it, else pointwise operations and views.
+    """
+    whole = _whole(node) if reductions else None
+    members = list(whole.nodes) if whole else matching.pointwise_region(node)
     inside = set(members)
     graph = torch.fx.Graph()
     copies: dict[Any, Any] = {}
@@ -153,6 +185,7 @@ def extract(node: Any) -> Region:
         args, kwargs = compat_ir.static_args(args), compat_ir.static_args(kwargs)
         copies[member] = graph.call_function(member.target, args, kwargs)
     results = [m for m in members if any(u not in inside for u in m.users)]
+    results = list(whole.outputs) if whole else results
     graph.output(tuple(copies[r] for r in results))
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
     compat_ir.propagate_fakes(gm, fakes)

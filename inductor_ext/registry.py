@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import threading
 import types
 import warnings
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import compat, config, report
+from . import agreement, compat, config, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,17 @@ class Lowering:
 
     ``lower`` maps an aten overload to a function called with the lowering's arguments (Inductor
     IR); it returns IR, or None to leave the site to stock. ``passes`` maps "joint" or "post_grad"
-    to a function that edits an ``fx.Graph`` in place.
+    to a function that edits an ``fx.Graph`` in place. ``sizes`` maps an aten overload to a function
+    from its fx node to ``dispatch.Sensitivity`` (which symbolic sizes the choice depends on, and
+    how) or None; ``dispatch`` then branches between choices. ``candidate_name``
+    matches every name that a candidate can have besides "stock", so that a plan can be checked.
     """
 
     name: str
     lower: Mapping[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     passes: Mapping[str, Callable[[Any], None]] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[Any, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    candidate_name: re.Pattern[str] | None = None
 
 
 _lowerings: dict[str, Lowering] = {}
@@ -95,11 +101,17 @@ def _dispatch(op: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             out = lowering.lower[op](*args, **kwargs)
         except Exception as error:
             # Nodes it had already emitted have no users: Inductor's scheduler drops them.
-            _failed(lowering, str(op), error)
+            failed(lowering.name, str(op), error)
             continue
         if out is not None:
             return out
     return stock(*args, **kwargs)
+
+
+def sensitive(op: Any) -> list[tuple[str, Callable[[Any], Any]]]:
+    """(lowering, its ``sizes`` function) of every enabled lowering that names sizes of ``op``."""
+    found = [(name, lowering.sizes.get(op)) for name, lowering in _lowerings.items()]
+    return [(name, rule) for name, rule in found if rule is not None and is_enabled(name)]
 
 
 class _GuardedPass:
@@ -113,22 +125,24 @@ class _GuardedPass:
             try:
                 self.edit(graph)
             except Exception as error:
-                _failed(self.lowering, self.name, error)
+                failed(self.lowering.name, self.name, error)
         return 0
 
 
-def _failed(lowering: Lowering, site: str, error: Exception) -> None:
+def failed(lowering: str, site: str, error: Exception) -> None:
+    """Report that stock code is used at a site because something broke; raises when strict, and
+    where ranks disagree: stock code on one of them would be another program."""
+    if isinstance(error, agreement.Disagreement):
+        raise error
     reason = f"{type(error).__name__}: {error}"
     if config.strict:
         raise RuntimeError(
-            f"inductor_ext: {lowering.name} failed at {site} ({reason}); "
+            f"inductor_ext: {lowering} failed at {site} ({reason}); "
             "INDUCTOR_EXT_STRICT=1 asks for this error"
         ) from error
-    report.record(
-        report.Decision(lowering.name, False, "stock", f"the lowering failed: {reason}", site)
-    )
+    report.record(report.Decision(lowering, False, "stock", f"the lowering failed: {reason}", site))
     warnings.warn(
-        f"inductor_ext: {lowering.name} failed at {site} ({reason}); stock code is used there",
+        f"inductor_ext: {lowering} failed at {site} ({reason}); stock code is used there",
         stacklevel=2,
     )
 
@@ -183,6 +197,12 @@ def disable(*names: str) -> contextlib.AbstractContextManager:
 def status() -> list[tuple[str, bool, str]]:
     """(name, enabled, what turned it off) of every registered lowering."""
     return [(n, is_enabled(n), _disabled.get(n, "")) for n in _lowerings]
+
+
+def candidate_pattern(name: str) -> re.Pattern[str] | None:
+    """What the names of a lowering's candidates match, "stock" aside; None where that is open."""
+    lowering = _lowerings.get(name)
+    return None if lowering is None else lowering.candidate_name
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,28 @@ class CandidateTime:
     name: str
     us: float | None = None
     note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeRange:
+    """Where one choice holds: ``lo <= size <= hi`` (``hi`` None: unbounded), ``size`` being an
+    expression as text. ``and_also`` are the ranges of further sizes that must hold as well."""
+
+    size: str
+    lo: int
+    hi: int | None
+    chosen: str
+    and_also: tuple[tuple[str, int, int | None], ...] = ()
+
+    def __str__(self) -> str:
+        parts = [(self.size, self.lo, self.hi), *self.and_also]
+        return ", ".join(_interval(*part) for part in parts) + f": {self.chosen}"
+
+
+def _interval(size: str, lo: int, hi: int | None) -> str:
+    if lo == hi:
+        return f"{size} = {lo}"
+    return f"{size} >= {lo}" if hi is None else f"{size} {lo}..{hi}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +67,7 @@ class Decision:
     sites: str
     source: str = ""
     candidates: tuple[CandidateTime, ...] = ()
-    ranges: tuple[Any, ...] = ()
+    ranges: tuple[SizeRange, ...] = ()
 
     @property
     def speedup(self) -> float | None:
@@ -127,6 +150,14 @@ class Report:
 
     decisions: tuple[Decision, ...]
 
+    def to_json(self) -> str:
+        """The decisions as a JSON list of objects: the fields of ``Decision``, and ``speedup``.
+
+        Times are us; what was not measured is null.
+        """
+        rows = [{**dataclasses.asdict(d), "speedup": d.speedup} for d in self.decisions]
+        return json.dumps(rows, indent=2)
+
     def __str__(self) -> str:
         import io
 
@@ -145,7 +176,7 @@ class Report:
             by = f"by {d.source}: " if d.source else ""
             table.add_row(
                 f"{d.lowering}\n{d.sites}",
-                f"{d.chosen}\n{by}{d.reason}",
+                "\n".join([d.chosen, *(f"  {r}" for r in d.ranges), f"{by}{d.reason}"]),
                 _times(d),
                 f"{d.speedup:.2f}x" if d.speedup else "-",
             )

@@ -10,12 +10,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from inductor_ext.lowerings.decompose_k_tilings import (
+    CANDIDATE,
+    Tiling,
+    few_splits,
+    names_of,
+    pick,
+    pow2,
+    rows_name,
+    split_size,
+    tiling_named,
+    tilings,
+    worth_it,
+)
 from inductor_ext.templates import decompose_k as kernels
 
-from inductor_ext import choosing, compat, compat_ir, config, matching, registry
+from inductor_ext import choosing, compat, compat_ir, config, dispatch, matching, plan, registry
 
 NAME = "decompose_k"
 aten = torch.ops.aten
@@ -71,163 +86,6 @@ class Problem:
         return f"[{lead}{self.m},{self.k}]x[{lead}{self.k},{self.n}] {name}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a problem is cut: the tile of C and of K, the split, and the reducer's block."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    splits: int
-    num_warps: int
-    num_stages: int
-    xblock: int
-    reduce_warps: int
-
-    def fills_an_sm(self, itemsize: int) -> bool:
-        """Whether the pipeline's shared memory leaves no room for a second program on an SM."""
-        stage = (self.block_m + self.block_n) * self.block_k * itemsize
-        return 2 * stage * self.num_stages > 227 * 1024
-
-    @property
-    def name(self) -> str:
-        return (
-            f"split{self.splits}_{self.block_m}x{self.block_n}x{self.block_k}"
-            f"_w{self.num_warps}_s{self.num_stages}"
-        )
-
-
-def _pow2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def _split_size(k: int, splits: int, block_k: int) -> int:
-    """Elements of K per split: a multiple of the K tile, so only the last split is ragged."""
-    per_split = -(-k // splits)
-    return -(-per_split // block_k) * block_k
-
-
-def _block_k(per_split: int, itemsize: int) -> int:
-    """Elements of K per pipeline stage: all of a short split in one, else four or more stages."""
-    short = itemsize == 4 or (per_split <= 256 and per_split != 128)
-    return min(64 if short else 128, per_split)
-
-
-def _tiling(
-    m: int, n: int, k: int, batch: int, itemsize: int, shape: tuple[int, int, int]
-) -> Tiling:
-    """Everything else that goes with a tile of C and the elements of K per split."""
-    block_m, block_n, per_split = shape
-    area, numel = block_m * block_n, m * n * batch
-    block_k = _block_k(per_split, itemsize)
-    tiles_k = per_split // block_k
-    splits = -(-k // per_split)
-    rblock = _pow2(splits)
-    # A pipelined small tile is bound by latency, and fewer warps leave more programs per SM.
-    small = area <= 256 or (tiles_k > 1 and area <= (512 if itemsize == 4 else 1024))
-    num_warps = 2 if small else 4
-    if numel >= 256 * 256:
-        xblock = 256 if rblock <= 16 else 128
-    else:
-        xblock = 16 if numel <= 32 * 32 else 32 if numel <= 64 * 64 else 64
-    xblock = max(min(xblock, 8192 // rblock), 16)
-    return Tiling(
-        block_m=block_m,
-        block_n=block_n,
-        block_k=block_k,
-        splits=splits,
-        num_warps=num_warps,
-        num_stages=min(tiles_k, 4),
-        xblock=xblock,
-        reduce_warps=4 if xblock * rblock >= 2048 and rblock > 64 else 1,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rates:
-    """What the ranking of tilings costs, fitted to 49 problems on an H200 (benchmarks/NOTES.md)."""
-
-    refill_ns: float  # a further filling of the four pipeline stages
-    sm_bytes_per_ns: float  # into one SM
-    l2_bytes_per_ns: float  # out of the L2, re-reads included
-    partial_bytes_per_ns: float  # partials written and read back
-    prefetch_ns: float  # what fetching B ahead of the wait saves
-
-
-_RATES = {2: _Rates(1020, 209, 50000, 3850, 1600), 4: _Rates(143, 80, 8600, 2240, 0)}
-
-
-def _predicted_ns(
-    sizes: tuple[int, int, int, int],
-    itemsize: int,
-    sms: int,
-    prefetch: str,
-    shape: tuple[int, int, int],
-) -> float:
-    """Time that depends on the tiling, for ranking only."""
-    m, n, k, batch = sizes
-    block_m, block_n, per_split = shape
-    rates = _RATES[itemsize]
-    splits = -(-k // per_split)
-    programs = -(-m // block_m) * -(-n // block_n) * batch * splits
-    read = (min(block_m, m) + min(block_n, n)) * per_split * itemsize
-    refills = max(per_split / _block_k(per_split, itemsize) / 4, 1) - 1
-    partials = 2 * splits * m * n * batch * 4
-    ahead = block_m >= m and (prefetch == "columns" or (prefetch == "rows" and block_n >= n))
-    return (
-        max(
-            refills * rates.refill_ns,
-            read * max(1.0, programs / sms) / rates.sm_bytes_per_ns,
-            read * programs / rates.l2_bytes_per_ns,
-        )
-        + partials / rates.partial_bytes_per_ns
-        + 0.25 * programs
-        - (rates.prefetch_ns if ahead else 0.0)
-    )
-
-
-def tilings(
-    m: int, n: int, k: int, batch: int, itemsize: int, sms: int, prefetch: str = ""
-) -> list[Tiling]:
-    """Tilings worth trying for a problem with these sizes, the heuristic's pick first.
-
-    ``prefetch`` is how B can be fetched ahead: "rows", "columns" (see ``_prefetchable``) or "".
-    """
-    longest = _pow2(-(-k // 128))  # elements per split where 128 splits are not enough
-    beyond = (longest,) if longest > 2048 else ()
-    shapes = [
-        (block_m, block_n, per_split)
-        for block_m in (64, 32, 16)
-        for block_n in (16, 32, 64, 128)
-        for per_split in (64, 128, 256, 512, 1024, 2048, *beyond)
-        if block_m <= max(_pow2(m), 16)
-        and block_n <= max(_pow2(n), 16)
-        and 2 <= -(-k // per_split) <= 128
-        and not (itemsize == 4 and block_m * block_n > 2048)
-    ]
-    if itemsize == 4:  # FMA, not tensor cores: rows of A beyond M would be multiplied too
-        shapes.reverse()
-    # A stable sort: the order above decides between equals.
-    shapes.sort(key=lambda s: _predicted_ns((m, n, k, batch), itemsize, sms, prefetch, s))
-    return [_tiling(m, n, k, batch, itemsize, shape) for shape in shapes]
-
-
-def worth_it(m: int, n: int, k: int, batch: int, itemsize: int, sms: int) -> str | None:
-    """None where splitting K is expected to win against cuBLAS, else why not.
-
-    On the H200 the split won by 1.9x or more from K = 1024 on while the output had up to 16 tiles
-    of 64x64, by 1.1x at 48 to 64 tiles; the margin is kept (benchmarks/NOTES.md).
-    """
-    tiles = -(-m // 64) * -(-n // 64) * batch
-    if k < 1024:
-        return f"K={k} is below 1024: one pass over it costs less than a second kernel"
-    if k < 4 * max(m, n):
-        return f"K={k} is below 4 x max(M, N)={4 * max(m, n)}: the partials cost too much"
-    if 3 * tiles > sms:
-        return f"{tiles} output tiles of 64x64 occupy {sms} SMs well enough"
-    return None
-
-
 def _why_not(p: Problem) -> str | None:
     """A reason to leave the problem alone that no measurement could change."""
     device = p.a.get_device()
@@ -235,14 +93,17 @@ def _why_not(p: Problem) -> str | None:
         return "not on one CUDA device"
     if p.dtype not in DTYPES or p.b.get_dtype() != p.dtype:
         return f"operands are {p.dtype} and {p.b.get_dtype()}; bf16, fp16 or fp32 are handled"
-    if compat_ir.is_bitcast(p.a) or compat_ir.is_bitcast(p.b):
-        return "an operand is a view in another dtype"
     if p.out_dtype not in (p.dtype, torch.float32):
         return f"output dtype {p.out_dtype} is not one aten offers for {p.dtype}"
     if compat.has_unbacked(p.sizes):
         return "a size depends on data"
     if compat.device_capability(device)[0] < 8:
         return "the card is older than sm_80"
+    return None
+
+
+def _unbounded(p: Problem) -> str | None:
+    """A reason where one choice for all sizes would meet sizes of any magnitude."""
     for name, size in zip(("M", "N", "batch"), (p.m, p.n, p.batch), strict=True):
         if size is not None and compat.upper_bound(size) is None:
             return (
@@ -269,16 +130,27 @@ def _prefetchable(p: Problem, b: Any) -> str:
     """
     if p.batch is not None or not compat_ir.is_aligned_graph_input(b):
         return ""
-    stride, offset = b.get_stride(), b.get_layout().offset
-    if not all(compat.is_static(s) for s in (p.m, p.n, p.k, *stride, offset)):
+    size, stride, offset = b.get_size(), b.get_stride(), b.get_layout().offset
+    if not all(compat.is_static(s) for s in (*size, *stride, offset)):
         return ""
-    if int(offset) * p.dtype.itemsize % 16:
+    return _fetched(size, stride, int(offset) * p.dtype.itemsize, p.dtype.itemsize)
+
+
+def _fetched(size: Sequence[Any], stride: Sequence[Any], offset: int, itemsize: int) -> str:
+    """The same for B [K, N] by its sizes and strides; ``offset`` in bytes."""
+    if offset % 16:
         return ""
-    if [int(s) for s in stride] == [int(p.n), 1]:
+    if [int(s) for s in stride] == [int(size[1]), 1]:
         return "rows"
-    if int(stride[0]) == 1 and int(stride[1]) * p.dtype.itemsize % 16 == 0:
+    if int(stride[0]) == 1 and int(stride[1]) * itemsize % 16 == 0:
         return "columns"
     return ""
+
+
+def _launch(p: Problem) -> tuple[bool, str]:
+    """Whether PDL is used, and how B can then be fetched ahead."""
+    pdl = config.pdl and compat.device_capability(p.a.get_device())[0] >= 9
+    return pdl, _prefetchable(p, p.b) if pdl and compat_ir.has_layout(p.b) else ""
 
 
 def _emit(
@@ -291,10 +163,13 @@ def _emit(
     )
     index = "tl.int64" if wide else "tl.int32"
     static_k = compat.is_static(p.k)
-    k_split = _split_size(int(p.k), tiling.splits, tiling.block_k) if static_k else 0
+    k_split = split_size(int(p.k), tiling.splits, tiling.block_k) if static_k else 0
     ahead = _prefetchable(p, b) if pdl and k_split else ""
-    if (ahead and int(p.m) > tiling.block_m) or (ahead == "rows" and int(p.n) > tiling.block_n):
-        ahead = ""  # every row of tiles, or every tile in pieces of a row, would ask again
+    rows = compat.upper_bound(p.m)
+    if ahead and (rows is None or rows > tiling.block_m):
+        ahead = ""  # every row of tiles would ask again
+    if ahead == "rows" and int(p.n) > tiling.block_n:
+        ahead = ""  # every tile would ask again, in pieces of a row
     partials = PARTIAL.emit(
         [a, b],
         [tiling.splits, *p.out_size],
@@ -315,7 +190,7 @@ def _emit(
         PDL=pdl,
         PREFETCH_ROWS=ahead == "rows",
         PREFETCH_COLUMNS=ahead == "columns",
-        PIECES=_pow2(-(-k_split // 64)) if ahead == "rows" else tiling.block_n,
+        PIECES=pow2(-(-k_split // 64)) if ahead == "rows" else tiling.block_n,
     )
     if generated_sum:
         return compat_ir.sum_unrolled(partials, p.out_dtype)
@@ -326,7 +201,7 @@ def _emit(
         num_warps=tiling.reduce_warps,
         num_stages=1,
         XBLOCK=tiling.xblock,
-        RBLOCK=_pow2(tiling.splits),
+        RBLOCK=pow2(tiling.splits),
         SPLITS=tiling.splits,
         EVEN_X=compat.statically_divisible(math.prod(p.out_size), tiling.xblock),
         BATCHED=p.batch is not None,
@@ -351,33 +226,65 @@ def _emit_bmm(p: Problem, splits: int) -> Any:
     return compat_ir.to_dtype(total, p.out_dtype)
 
 
+def named(p: Problem, name: str) -> choosing.Candidate | None:
+    """The candidate of this name, also where ``candidates`` does not offer it; None: there is none.
+
+    Rows of a tile beyond M are allowed, because a plan's range holds sizes on both sides.
+    """
+    match = CANDIDATE.fullmatch(name)
+    if match is None:
+        return None
+    m, n, k, batch = _extremes(p)[0]
+    if match["splits"]:
+        splits = int(match["splits"])
+        if p.batch is not None or not compat.is_static(p.k) or compat.ahead_of_time():
+            return None
+        fits = splits > 1 and k % splits == 0 and k // splits >= 64
+        emit = functools.partial(_emit_bmm, p, splits)
+        return choosing.Candidate(name, emit) if fits else None
+    pdl, _ = _launch(p)
+    how = match["how"]
+    if how.startswith("_pdl") and not pdl:
+        return None
+    tiling = tiling_named(match, m, n, k, batch, p.dtype.itemsize)
+    if tiling is None:
+        return None
+    settings = {
+        "": {"pdl": False},
+        "_pdl": {"pdl": True, "early": True},
+        "_pdl_late": {"pdl": True},
+        "_rowwise": {"pdl": pdl, "generated_sum": True},
+    }[how]
+    return choosing.Candidate(name, functools.partial(_emit, p, tiling, **settings))
+
+
 def candidates(p: Problem) -> list[choosing.Candidate]:
     """Every candidate but stock, the heuristic's pick first."""
     m, n, k, batch = _extremes(p)[0]
     device = p.a.get_device()
-    pdl = config.pdl and compat.device_capability(device)[0] >= 9
-    ahead = _prefetchable(p, p.b) if pdl and compat_ir.has_layout(p.b) else ""
-    ranked = tilings(m, n, k, batch, p.dtype.itemsize, compat.multiprocessors(device), ahead)
+    pdl, ahead = _launch(p)
+    itemsize = p.dtype.itemsize
+    ranked = tilings(m, n, k, batch, itemsize, compat.multiprocessors(device), ahead)
     found = ranked[:6]
-    # The unrolled sum loads every split by name: 64 of them are as many as a program should hold.
-    few = next((t for t in ranked if t.splits <= 64), None)
+    forced = choosing.forced_choice(NAME)
+    if forced is not None:
+        found += [
+            t for t in ranked[6:] if any(re.fullmatch(forced, n) for n in names_of(t, 0, True))
+        ]
+    emits = {"": (False, False), "_pdl": (True, True), "_pdl_late": (True, False)}
     out = []
     for tiling in found:
-        if pdl:
-            early = functools.partial(_emit, p, tiling, True, early=True)
-            late = functools.partial(_emit, p, tiling, True)
-            pair = [
-                choosing.Candidate(f"{tiling.name}_pdl", early),
-                choosing.Candidate(f"{tiling.name}_pdl_late", late),
-            ]
-            out += pair if tiling.fills_an_sm(p.dtype.itemsize) else pair[::-1]
-        out.append(choosing.Candidate(tiling.name, functools.partial(_emit, p, tiling, False)))
-    if few is not None:
-        out.append(
-            choosing.Candidate(
-                f"{few.name}_rowwise", functools.partial(_emit, p, few, pdl, generated_sum=True)
+        for name in names_of(tiling, itemsize, pdl):
+            launch, early = emits[name.removeprefix(tiling.name)]
+            out.append(
+                choosing.Candidate(name, functools.partial(_emit, p, tiling, launch, early=early))
             )
-        )
+    rows = [few] if (few := few_splits(ranked)) is not None else []
+    if forced is not None:
+        rows += [t for t in ranked if t.splits <= 64 and re.fullmatch(forced, rows_name(t))]
+    for tiling in dict.fromkeys(rows):
+        emit = functools.partial(_emit, p, tiling, pdl, generated_sum=True)
+        out.append(choosing.Candidate(rows_name(tiling), emit))
     if p.batch is None and compat.is_static(p.k) and not compat.ahead_of_time():
         for splits in (16, 32, 64, 128):
             if k % splits == 0 and k // splits >= 64:
@@ -389,10 +296,42 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
     return out
 
 
+def _layout(x: Any) -> str:
+    if not (isinstance(x, _Traced) or compat_ir.has_layout(x)):
+        return "row"  # it will be computed into memory of its own
+    return choosing.layout(x.get_stride())
+
+
+def _described(op_name: str, p: Problem, rowwise: bool) -> choosing.Problem:
+    """The problem as plans know it: ranges over M and the batch, and over what else is dynamic."""
+    dtype = str(p.dtype).removeprefix("torch.")
+    if p.out_dtype != p.dtype and op_name in ("mm", "bmm"):  # with a bias the sum is fp32 always
+        dtype += "->" + str(p.out_dtype).removeprefix("torch.")
+    op = f"{op_name}+row_reduction" if rowwise else op_name
+    sizes = {"m": p.m, "n": p.n, "k": p.k} | ({} if p.batch is None else {"batch": p.batch})
+    static = {s: int(v) for s, v in sizes.items() if s in "nk" and compat.is_static(v)}
+    key = plan.Key.of(NAME, op, dtype, f"{_layout(p.a)},{_layout(p.b)}", static)
+    dims = {name: size for name, size in sizes.items() if name not in static}
+
+    def plausible() -> bool:
+        here, sms = _extremes(p)[0], compat.multiprocessors(p.a.get_device())
+        return 0 not in here and worth_it(*here, p.dtype.itemsize, sms) is None
+
+    return choosing.Problem(
+        key,
+        dims,
+        functools.partial(named, p),
+        lambda: [c.name for c in candidates(p)],
+        plausible,
+    )
+
+
 def _lower(op_name: str, p: Problem) -> Any:
     """IR of C where splitting K is chosen, None where stock stays."""
     site = f"{op_name} {p}"
     reason = _why_not(p)
+    if reason is None and (compat_ir.is_bitcast(p.a) or compat_ir.is_bitcast(p.b)):
+        reason = "an operand is a view in another dtype"
     if reason is not None:
         return choosing.leave(NAME, site, reason)
     if any(compat.upper_bound(s) == 0 for s in p.sizes):
@@ -400,19 +339,99 @@ def _lower(op_name: str, p: Problem) -> Any:
     if all(compat.upper_bound(s) == 1 for s in p.out_size):
         return choosing.leave(NAME, site, "the output is one element")
     sms = compat.multiprocessors(p.a.get_device())
-    losing = next((why for e in _extremes(p) if (why := worth_it(*e, p.dtype.itemsize, sms))), None)
-    if losing and choosing.forced_choice(NAME) is None:
+    itemsize = p.dtype.itemsize
+    here, *ends = _extremes(p)
+    losing = worth_it(*here, itemsize, sms)
+    if losing is None or choosing.forced_choice(NAME) is not None:
+        losing = _unbounded(p)
+    if losing is None and choosing.forced_choice(NAME) is None:
+        losing = next((why for e in ends if (why := worth_it(*e, itemsize, sms))), None)
+    if losing is not None:
         return choosing.leave(NAME, site, losing)
     found = candidates(p)
     rowwise = matching.feeds_row_reduction()
 
     def heuristic() -> tuple[str, str]:
-        pick = next((c.name for c in found if c.name.endswith("_rowwise")), None)
-        if rowwise and pick is not None:
-            return pick, "few output tiles, long K; the sum is fused into the row reduction"
-        return found[0].name, "few output tiles, long K: one wave of programs along K"
+        return pick([c.name for c in found], rowwise)
 
-    return choosing.choose(NAME, site, found, heuristic, key=f"{site} {matching.consumers_key()}")
+    return choosing.choose(
+        NAME,
+        site,
+        found,
+        heuristic,
+        key=f"{site} {matching.consumers_key()}",
+        problem=_described(op_name, p, rowwise),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A factor in the fx graph, with what ``Problem`` asks of IR."""
+
+    node: Any
+
+    def get_size(self) -> list[Any]:
+        return [compat.expr(s) for s in self.node.meta["val"].shape]
+
+    def get_stride(self) -> list[Any]:
+        return [compat.expr(s) for s in self.node.meta["val"].stride()]
+
+    def get_dtype(self) -> torch.dtype:
+        return self.node.meta["val"].dtype
+
+    def get_device(self) -> torch.device:
+        return self.node.meta["val"].device
+
+    def fetched(self) -> str:
+        """As ``_prefetchable``: how the factor could be fetched ahead, or ""."""
+        value, source = self.node.meta["val"], matching.viewed(self.node)
+        size, stride = self.get_size(), [compat.expr(s) for s in value.stride()]
+        parts = (*size, *stride, compat.expr(value.storage_offset()))
+        if source.op not in ("placeholder", "get_attr") or len(size) != 2:
+            return ""
+        if not all(compat.is_static(part) for part in parts):
+            return ""
+        itemsize = value.dtype.itemsize
+        return _fetched(size, stride, int(value.storage_offset()) * itemsize, itemsize)
+
+
+def _sizes(position: int, node: Any) -> dispatch.Sensitivity | None:
+    """How the choice at a product in the fx graph depends on M, N and batch."""
+    a, b = (_Traced(arg) for arg in node.args[position : position + 2])
+    if node.kwargs.get("alpha", 1) == 0 or any(matching.is_bitcast(x.node) for x in (a, b)):
+        return None
+    p = Problem(a, b, torch.float32)
+    if _why_not(p) is not None:
+        return None
+    sizes = {"m": p.m, "n": p.n, "batch": 1 if p.batch is None else p.batch}
+    symbolic = [name for name, size in sizes.items() if not compat.is_static(size)]
+    if not symbolic:
+        return None
+    itemsize, device = p.dtype.itemsize, p.a.get_device()
+    sms, k = compat.multiprocessors(device), compat.hint(p.k)
+    rowwise = matching.feeds_row_reduction(node)
+    pdl = config.pdl and compat.device_capability(device)[0] >= 9
+    ahead = b.fetched() if pdl else ""
+    fixed = {name: int(size) for name, size in sizes.items() if name not in symbolic}
+    name, out = node.target.overloadpacket.__name__, node.meta["val"]
+    described = _described(name, dataclasses.replace(p, out_dtype=out.dtype), rowwise)
+
+    def choice(values: tuple[int, ...]) -> str:
+        at = {**fixed, **dict(zip(symbolic, values, strict=True))}
+        problem = (at["m"], at["n"], k, at["batch"])
+        planned = choosing.planned_choice(described, at) or ""
+        match = CANDIDATE.fullmatch(planned)
+        if planned == choosing.STOCK or (
+            match and (match["splits"] or tiling_named(match, *problem, itemsize))
+        ):
+            return planned
+        if 0 in problem or worth_it(*problem, itemsize, sms) is not None:
+            return choosing.STOCK
+        ranked = tilings(*problem, itemsize, sms, ahead)
+        rows = [rows_name(few)] if (few := few_splits(ranked)) is not None else []
+        return pick([*names_of(ranked[0], itemsize, pdl), *rows], rowwise)[0]
+
+    return dispatch.Sensitivity(f"{name} {p}", tuple(sizes[name] for name in symbolic), choice)
 
 
 def _mm(a: Any, b: Any, out_dtype: torch.dtype | None = None, *, layout: Any = None) -> Any:
@@ -467,5 +486,11 @@ registry.register(
             aten.baddbmm.default: _baddbmm,
             aten.baddbmm.dtype: _baddbmm,
         },
+        sizes={
+            getattr(getattr(aten, op), overload): functools.partial(_sizes, position)
+            for op, position in {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}.items()
+            for overload in ("default", "dtype")
+        },
+        candidate_name=CANDIDATE,
     )
 )

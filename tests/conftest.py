@@ -1,7 +1,13 @@
-"""Shared by all tests: a test marked ``gpu`` is skipped where there is no card."""
+"""Shared by all tests: a ``gpu`` test is skipped where there is no card; numbers judged by fp64."""
+
+import copy
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inductor_ext import measure
 
 
 def pytest_collection_modifyitems(items):
@@ -11,3 +17,58 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+class _Products(TorchDispatchMode):
+    """Products of 16-bit tensors as a card makes them, or everything in fp64 and never rounded.
+
+    The CPU's own 16-bit products accumulate differently from machine to machine.
+    """
+
+    def __init__(self, wide):
+        super().__init__()
+        self.wide = wide
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        if func.namespace == "aten" and name in _PRODUCTS:
+            dtypes = [a for a in args if isinstance(a, torch.dtype)]
+            dtypes += [kwargs.pop("out_dtype")] if "out_dtype" in kwargs else []
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            if self.wide:
+                return getattr(torch, name)(*tensors, **kwargs)
+            result = tensors[-1].dtype if not dtypes else dtypes[0]
+            if tensors[-1].dtype in (torch.bfloat16, torch.float16):
+                tensors = [t.float() for t in tensors]
+            return getattr(torch, name)(*tensors, **kwargs).to(result)
+        if self.wide and name == "_to_copy" and kwargs.get("dtype", torch.int).is_floating_point:
+            return args[0]
+        return func(*args, **kwargs)
+
+
+def judge(fn, args, out, *, rounding=None, tf32=False):
+    """Assert that ``out`` is ``fn(*args)``: by fp64, and twice the error of eager at most."""
+    doubles = pytree.tree_map_only(
+        torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, copy.deepcopy(args)
+    )
+    with torch.no_grad(), _Products(wide=True):
+        references = pytree.tree_leaves(fn(*doubles))
+    with torch.no_grad(), _Products(wide=False):
+        baselines = pytree.tree_leaves(fn(*copy.deepcopy(args)))
+    outputs = pytree.tree_leaves(out)
+    assert len(outputs) == len(baselines)
+    for got, reference, baseline in zip(outputs, references, baselines, strict=True):
+        if not got.is_floating_point():
+            assert torch.equal(got, baseline)
+            continue
+        verdict = measure.check(got, reference, baseline, rounding=rounding, tf32=tf32)
+        assert verdict.ok, verdict.reason
+
+
+@pytest.fixture(name="judge")
+def _judge():
+    return judge

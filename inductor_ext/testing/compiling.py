@@ -354,8 +354,8 @@ class _Trace:
             kind = "inference"
         self.kinds.append(kind)
         names = list(graph.graph_input_names)
-        symbols = [str(graph.graph_inputs.get(name, "")) for name in names]
-        sizes = [_symbolic_sizes(graph.graph_inputs.get(name)) for name in names]
+        symbols = [_size_text(graph, graph.graph_inputs.get(name, "")) for name in names]
+        sizes = [_symbolic_sizes(graph, graph.graph_inputs.get(name)) for name in names]
         self.program.graph_inputs.append(sizes)
         strides = compat_virtual.output_strides(graph)
         module = graph.orig_gm
@@ -416,10 +416,15 @@ class _Trace:
         self.program.grad_refs = [None if g is None else self.ref(g) for g in gradients]
 
 
-def _symbolic_sizes(graph_input: Any) -> list[str]:
+def _symbolic_sizes(graph: Any, graph_input: Any) -> list[str]:
     """The sizes of a graph input as text, so that "s0" can be looked up; [] for a number."""
     sizes = getattr(graph_input, "get_size", None)
-    return [str(s) for s in sizes()] if sizes is not None else []
+    return [_size_text(graph, s) for s in sizes()] if sizes is not None else []
+
+
+def _size_text(graph: Any, value: Any) -> str:
+    """A size as text; one of two symbols found equal stands for both."""
+    return str(graph.sizevars.simplify(value) if hasattr(value, "free_symbols") else value)
 
 
 def _restride(output: Any, stride: tuple[int, ...] | None, inputs: list[Any]) -> Any:

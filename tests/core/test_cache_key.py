@@ -93,7 +93,7 @@ def test_nothing_changed_hits_and_every_change_misses(caches: Caches):
 
 def test_an_edited_source_misses(caches: Caches, tree: Path):
     assert caches() == MISS
-    _edit(tree / "lowerings/decompose_k.py", "k < 1024", "k < 1025")
+    _edit(tree / "lowerings/decompose_k_tilings.py", "k < 1024", "k < 1025")
     assert caches() == MISS, "hit although a constant of a lowering was edited"
     _edit(tree / "templates/decompose_k.py", "tl.sum(partials, 0)", "tl.sum(partials, 0) ")
     assert caches() == MISS, "hit although a template was edited"
@@ -217,7 +217,7 @@ def test_the_revision_follows_switches_and_returns():
 def test_an_exact_choice_of_one_thread_is_no_part_of_it():
     """Choices forced for a measurement concern nested compiles, which no cache keeps."""
     before = registry.revision()
-    with choosing._force_here("decompose_k", "split4"):
+    with choosing.force_here("decompose_k", "split4"):
         assert registry.revision() == before
 
 

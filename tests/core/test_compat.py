@@ -248,6 +248,21 @@ def test_random_like_keeps_sizes_strides_and_dtype():
     assert 0.2 < y.float().std() < 5 and not torch.equal(y, torch.zeros_like(y))
 
 
+def test_where_dynamic_sizes_come_from():
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env = ShapeEnv()
+    assert env.var_to_sources == {} and callable(env.replace)
+    tensor = torch.empty(4, 4)
+    torch._dynamo.mark_dynamic(tensor, 1)
+    assert compat.marked_dynamic(tensor) == [1] and compat.marked_dynamic(torch.empty(4)) == []
+
+
+def test_the_store_of_a_job():
+    accepts("torch.distributed.distributed_c10d:_get_default_store")
+    assert compat.distributed_store() == (None, 0, 1)
+
+
 def test_config_module():
     from inductor_ext import config
 
@@ -256,6 +271,32 @@ def test_config_module():
     with config.patch(pdl=not before):
         assert config.pdl is not before
     assert config.pdl is before
+
+
+# --- branches -------------------------------------------------------------------------------------
+
+
+def test_branches():
+    accepts("torch._inductor.graph:GraphLowering.make_subgraph", X, X, [], "name")
+    accepts("torch._inductor.graph:GraphLowering.codegen_subgraph", X, parent_graph=X)
+    accepts("torch._inductor.ir:ExternKernel.require_exact_strides", X, [], allow_padding=False)
+    accepts("torch._inductor.ir:ExternKernel.unwrap_storage_for_input", X)
+    accepts("torch._inductor.ir:MultiOutputLayout", device=X)
+    accepts("torch._inductor.ir:MultiOutput", X, X, [], skip_size_stride_alignment_checks=True)
+    accepts("torch._inductor.ir:Subgraph", name="x", graph_module=X)
+    lowering = inspect.getsource(find("torch._inductor.graph:GraphLowering"))
+    for name in ("bw_donated_idxs", "unaligned_buffers", "removed_buffers", "constants"):
+        assert f"self.{name}" in lowering, f"GraphLowering.{name} is gone"
+    assert "_inductor_lowering_function" in lowering, "the graph no longer calls such targets"
+    path = "torch._inductor.codegen.wrapper:"
+    accepts(f"{path}EnterSubgraphLine", X, X)
+    accepts(f"{path}ExitSubgraphLine", X)
+    for name in ("writeline", "push_codegened_graph", "pop_codegened_graph", "codegen_sizevar"):
+        find(f"{path}PythonWrapperCodegen.{name}")
+    for name in ("codegen_device_guard_enter", "codegen_device_guard_exit"):
+        find(f"{path}PythonWrapperCodegen.{name}")
+    accepts("torch._inductor.codegen.cpp_wrapper_cpu:CppWrapperCpu.codegen_subgraph", X, X, [], [])
+    find("torch._inductor.sizevars:SizeVarAllocator.remove_precomputed_replacements")
 
 
 # --- the version gate -----------------------------------------------------------------------------

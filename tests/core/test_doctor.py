@@ -175,7 +175,8 @@ def test_a_plan_that_is_not_there(
 ) -> None:
     monkeypatch.setenv("INDUCTOR_EXT_PLAN", str(tmp_path / "plan.json"))
     assert doctor.main([]) == 1
-    line_with(capsys.readouterr().out, "INDUCTOR_EXT_PLAN", "plan.json is not a file", "bad")
+    out = capsys.readouterr().out
+    line_with(out, "INDUCTOR_EXT_PLAN", "plan.json: the plan can't be read", "bad")
 
 
 def test_a_broken_ptxas(

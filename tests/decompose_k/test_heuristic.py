@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-from inductor_ext.lowerings.decompose_k import _split_size, tilings, worth_it
+from inductor_ext.lowerings.decompose_k_tilings import split_size, tilings, worth_it
 from inductor_ext.templates import decompose_k as kernels
 
 H200_SMS = 132
@@ -49,7 +49,7 @@ def test_every_tiling_is_legal(problem):
 def test_splits_cover_k_exactly_once_and_none_is_empty(problem):
     m, n, k, batch, itemsize = problem
     for t in tilings(m, n, k, batch, itemsize, H200_SMS):
-        size = _split_size(k, t.splits, t.block_k)
+        size = split_size(k, t.splits, t.block_k)
         assert size % t.block_k == 0
         parts = [min(k, (s + 1) * size) - min(k, s * size) for s in range(t.splits)]
         assert sum(parts) == k and min(parts) > 0 and set(parts[:-1]) <= {size}

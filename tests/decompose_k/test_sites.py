@@ -217,24 +217,41 @@ def test_operands_cast_in_front_as_autocast_does():
 
 
 @pytest.mark.parametrize("name", ["M", "N", "batch"])
-def test_symbolic_size_needs_a_bound(name):
+def test_symbolic_size(name):
+    """Branched over (tests/dispatch); within bounds that hold one choice, as a static size."""
     args = (t(4, 16, 4096), t(4, 4096, 32)) if name == "batch" else (t(16, 4096), t(4096, 32))
     where = {"M": {0: {0: None}}, "N": {1: {1: None}}, "batch": {0: {0: None}, 1: {0: None}}}[name]
     fn = torch.bmm if name == "batch" else mm
     code = compile_for("h200", fn, *args, dynamic=where)
-    assert f"{name} has no upper bound" in left(code) and code.frames == 1
-    bounded = {
-        arg: {dim: (2, 8 if name == "batch" else 64) for dim in dims} for arg, dims in where.items()
-    }
+    (decision,) = code.decisions
+    assert decision.fired and len(decision.ranges) > 2 and code.frames == 1
+    last = decision.ranges[-1]
+    assert last.hi is None and last.chosen == "stock"
+    bounds = {"M": (8, 16), "N": (23, 48), "batch": (2, 4)}[name]
+    bounded = {arg: {dim: bounds for dim in dims} for arg, dims in where.items()}
     code = compile_for("h200", fn, *args, dynamic=bounded)
-    fired(code)
+    assert [(r.lo, r.hi) for r in fired(code).ranges] == [bounds]
     assert code.frames == 1
 
 
-def test_symbolic_size_whose_largest_value_loses_is_left_alone():
+@pytest.mark.parametrize("name", ["M", "N"])
+def test_one_choice_for_all_sizes_needs_a_bound(name):
+    where = {"M": {0: {0: None}}, "N": {1: {1: None}}}[name]
+    with pytest.raises(ValueError, match=f"{name} has no upper bound"):
+        compile_for(
+            "h200", mm, t(16, 4096), t(4096, 32), dynamic=where, force={"decompose_k": "split.*"}
+        )
+
+
+def test_symbolic_size_whose_largest_value_loses_is_stock_there():
     args = t(16, 4096), t(4096, 512)
-    assert "max(M, N)" in left(compile_for("h200", mm, *args, dynamic={0: {0: (2, 8192)}}))
-    fired(compile_for("h200", mm, *args, dynamic={0: {0: (2, 256)}}))
+
+    def choices(bounds):
+        (decision,) = compile_for("h200", mm, *args, dynamic={0: {0: bounds}}).decisions
+        return [r.chosen for r in decision.ranges]
+
+    assert choices((2, 8192)).index("stock") == len(choices((2, 8192))) - 1
+    assert "stock" not in choices((2, 256))
 
 
 def test_symbolic_k():

@@ -1,0 +1,331 @@
+"""The half of ``compat.py`` that branches: one IR node whose wrapper code is an ``if`` on sizes.
+
+Inductor's own node for ``torch.cond`` would split the CUDA graph and switch CUDA graphs off, since
+its predicate may be on the card. Here the predicate is a size, known to the host before the call,
+so the branch is taken once at capture. The branches' code is written into the ``if`` itself: no
+function is called, no input is checked a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+
+from . import compat
+from .compat import graph
+
+
+class CallAtLowering:
+    """What an fx node calls with Inductor IR when its graph is lowered.
+
+    ``metadata`` is called with fake tensors instead, by whoever propagates them. Written out as
+    ``name``: generated code quotes it.
+    """
+
+    _inductor_lowering_function = True
+
+    def __init__(self, name: str, target: Callable[..., Any], metadata: Callable[..., Any]) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "inductor_ext"
+        self._target = target
+        self._inductor_lowering_output_metadata_fn = metadata
+
+    def __call__(self, *args: Any) -> Any:
+        if any(isinstance(a, torch.Tensor) for a in args):
+            return self._inductor_lowering_output_metadata_fn(*args)
+        return self._target(*args)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+def can_branch() -> str:
+    """Why no branch can be generated in this graph; empty where it can."""
+    if getattr(graph(), "fx_wrapper", False):
+        return "the wrapper is an fx graph"
+    if getattr(graph(), "is_dual_wrapper_mode", False):
+        return "the wrapper is generated for Python and C++ at once"
+    return ""
+
+
+class Bound(NamedTuple):
+    """lo <= expr <= hi; None where that side always holds."""
+
+    expr: Any
+    lo: int | None
+    hi: int | None
+
+
+class Branch(NamedTuple):
+    """One way to compute a region: when it is taken, and its lowered graph."""
+
+    when: Sequence[Bound]
+    subgraph: Any  # torch._inductor.ir.Subgraph
+
+
+def lower_branch(
+    gm: torch.fx.GraphModule,
+    name: str,
+    operands: Sequence[Any],
+    fakes: Sequence[Any],
+    assumed: Mapping[Any, compat.Assumed],
+) -> Any:
+    """Lower ``gm`` as a subgraph whose outputs are new tensors with the strides of ``gm``'s.
+
+    ``operands`` are the outer graph's IR (tensors and sizes) behind the placeholders, ``fakes``
+    their fake values, ``assumed`` what Inductor's own hints are to answer inside.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    inner = graph().make_subgraph(gm=gm, example_inputs=list(fakes), subgraph_name=name)
+    # Which inputs of the outer backward may be overwritten says nothing about ours.
+    inner.bw_donated_idxs = None
+    inner.inductor_ext_operands = {}
+    _assume_in(inner.sizevars, assumed)
+    placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+    for target, operand in zip(placeholders, operands, strict=True):
+        if isinstance(operand, ir.TensorBox):
+            inner.inductor_ext_operands[inner.qualify_name(target)] = operand
+            if _may_be_unaligned(operand):
+                inner.unaligned_buffers.add(inner.qualify_name(target))
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    with V.set_graph_handler(inner), compat.assume(assumed):
+        inner.run(*fakes)
+        taken = set(inner.graph_inputs)
+        results = []
+        for result, node in zip(inner.graph_outputs, output.args[0], strict=True):
+            strides = node.meta["val"].stride()
+            box = ir.TensorBox(result)
+            box = ir.ExternKernel.require_exact_strides(box, strides, allow_padding=False)
+            if box.get_name() in taken:
+                box = ir.ExternKernel.copy_input(box)
+                box = ir.ExternKernel.require_exact_strides(box, strides, allow_padding=False)
+            taken.add(box.get_name())
+            results.append(box)
+        inner.graph_outputs = results
+        inner.finalize()
+    if inner.constants:
+        raise NotImplementedError("a branch made a constant tensor")
+    reason = getattr(inner, "disable_cudagraphs_reason", None)
+    if reason:
+        graph().disable_cudagraphs_reason = reason
+    subgraph = ir.Subgraph(name=name, graph_module=gm)
+    subgraph.graph = inner
+    return subgraph
+
+
+def _may_be_unaligned(x: Any) -> bool:
+    return any(name in graph().unaligned_buffers for name in x.get_read_names())
+
+
+def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
+    """Inductor's hints for optimisation, at lowering and at code generation, in one subgraph.
+
+    Guards ask other functions, so none can be taken from an assumption.
+    """
+    values = {key: sympy.Integer(a.value) for key, a in assumed.items()}
+
+    def answering(ask: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(ask)
+        def answer(expr: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(expr, sympy.Expr) and not expr.is_number:
+                expr = sizevars.remove_precomputed_replacements(expr)
+                expr = compat.substitute(expr, values)
+            return ask(expr, *args, **kwargs)
+
+        return answer
+
+    for name in ("optimization_hint", "size_hint"):
+        if hasattr(sizevars, name):
+            setattr(sizevars, name, answering(getattr(sizevars, name)))
+
+
+def realize_operand(x: Any, fake: Any) -> Any:
+    """A tensor in memory with the strides it was traced with, as a branch will see it."""
+    from torch._inductor import ir
+
+    if not isinstance(x, ir.TensorBox):
+        return x
+    x.realize()
+    return ir.ExternKernel.require_exact_strides(x, fake.stride(), allow_padding=False)
+
+
+def emit(branches: Sequence[Branch], operands: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """IR of the outputs of an ``if`` over ``branches``; the last is taken where no other is.
+
+    ``outputs`` are fake tensors that say device, dtype, sizes and strides.
+    """
+    from torch._inductor import ir
+
+    node = _node_type()(branches, operands, outputs[0].device)
+    node.outputs = [
+        ir.MultiOutput(
+            ir.FixedLayout(
+                device=fake.device,
+                dtype=fake.dtype,
+                size=[compat.expr(s) for s in fake.shape],
+                stride=[compat.expr(s) for s in fake.stride()],
+            ),
+            node,
+            [(list, i)],
+            skip_size_stride_alignment_checks=True,  # the branches were lowered to these
+        )
+        for i, fake in enumerate(outputs)
+    ]
+    return [ir.TensorBox.create(out) for out in node.outputs]
+
+
+@functools.cache
+def _node_type() -> Any:
+    from torch._inductor import ir
+
+    class SizeDispatch(ir.ExternKernel):
+        """A host-side ``if`` over subgraphs; no kernel of its own."""
+
+        def __init__(
+            self, branches: Sequence[Branch], operands: Sequence[Any], device: torch.device
+        ) -> None:
+            realize = ir.ExternKernel.realize_input
+            self.branches = list(branches)
+            self.operands = [realize(x) if isinstance(x, ir.TensorBox) else x for x in operands]
+            self.outputs: list[Any] = []
+            symbols = {
+                s
+                for x in operands
+                if not isinstance(x, ir.TensorBox)
+                for s in sympy.sympify(x).free_symbols
+            }
+            symbols |= {s for b in branches for c in b.when for s in c.expr.free_symbols}
+            symbols |= {
+                s
+                for b in branches
+                for value in b.subgraph.graph.graph_inputs.values()
+                if isinstance(value, ir.TensorBox)
+                for size in (*value.get_size(), *value.get_stride())
+                for s in sympy.sympify(size).free_symbols
+            }
+            super().__init__(
+                name=None,
+                layout=ir.MultiOutputLayout(device=device),
+                inputs=[
+                    ir.ExternKernel.unwrap_storage_for_input(x)
+                    for x in self.operands
+                    if isinstance(x, ir.IRNode)
+                ],
+                constant_args=sorted(symbols, key=str),
+            )
+            self.name = graph().register_buffer(self)
+            graph().register_operation(self)
+
+        def get_subgraphs(self) -> list[Any]:
+            return [b.subgraph for b in self.branches]
+
+        def codegen(self, wrapper: Any) -> None:
+            if graph().cpp_wrapper:
+                _write_cpp(wrapper, self)
+            else:
+                _write_python(wrapper, self)
+
+    return SizeDispatch
+
+
+def _condition(wrapper: Any, when: Sequence[Bound], conjunction: str) -> str:
+    terms = []
+    for bound in when:
+        size = wrapper.codegen_sizevar(bound.expr)
+        if bound.lo is not None and bound.lo == bound.hi:
+            terms.append(f"{size} == {bound.lo}")
+            continue
+        terms += [f"{size} >= {bound.lo}"] if bound.lo is not None else []
+        terms += [f"{size} <= {bound.hi}"] if bound.hi is not None else []
+    return conjunction.join(terms)
+
+
+@contextlib.contextmanager
+def _inside(wrapper: Any, subgraph: Any) -> Iterator[None]:
+    """Between entering and leaving the block of one branch."""
+    from torch._inductor import config
+    from torch._inductor.codegen.wrapper import EnterSubgraphLine, ExitSubgraphLine
+
+    # The device was selected around the whole ``if``.
+    names = ("codegen_device_guard_enter", "codegen_device_guard_exit")
+    wrapper.writeline(EnterSubgraphLine(wrapper, subgraph.graph))
+    for name in names:
+        setattr(wrapper, name, lambda *args, **kwargs: None)
+    try:
+        with config.patch(graph_partition=False):
+            yield
+    finally:
+        for name in names:
+            delattr(wrapper, name)
+    # Allocations are planned for the whole program, with the outer graph at hand.
+    graph().removed_buffers |= subgraph.graph.removed_buffers
+    wrapper.writeline(ExitSubgraphLine(wrapper))
+
+
+def _reference(wrapper: Any, operand: Any) -> str:
+    from torch._inductor import ir
+
+    if isinstance(operand, ir.IRNode):
+        return operand.codegen_reference()
+    return wrapper.codegen_sizevar(sympy.sympify(operand))
+
+
+def _write_python(wrapper: Any, node: Any) -> None:
+    name = node.get_name()
+    wrapper.writeline(f"{name} = [None] * {len(node.outputs)}")
+    for i, branch in enumerate(node.branches):
+        if i == len(node.branches) - 1:
+            wrapper.writeline("else:")
+        else:
+            condition = _condition(wrapper, branch.when, " and ")
+            wrapper.writeline(f"{'elif' if i else 'if'} {condition}:")
+        with _inside(wrapper, branch.subgraph):
+            _inline_python(wrapper, node, branch.subgraph.graph, name)
+
+
+def _inline_python(wrapper: Any, node: Any, inner: Any, name: str) -> None:
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    outer = graph()
+    wrapper.push_codegened_graph(inner)
+    try:
+        aliases = []
+        for (target, value), operand in zip(inner.graph_inputs.items(), node.operands, strict=True):
+            if isinstance(value, ir.TensorBox):  # sizes keep their names
+                wrapper.writeline(f"{target} = {operand.codegen_reference()}")
+                aliases.append(target)
+        with V.set_graph_handler(inner):
+            inner.codegen_subgraph(parent_graph=outer)
+            for i, result in enumerate(inner.graph_outputs):
+                wrapper.writeline(f"{name}[{i}] = {result.codegen_reference()}")
+            results = [r.get_name() for r in inner.graph_outputs]
+        # Names that stay alive would keep memory that the graph around has freed.
+        wrapper.writeline(f"del {', '.join(dict.fromkeys(results))}")
+    finally:
+        wrapper.pop_codegened_graph()
+
+
+def _write_cpp(wrapper: Any, node: Any) -> None:
+    results = []
+    for out in node.outputs:
+        wrapper.writeline(f"RAIIAtenTensorHandle {out.get_name()};")
+        results.append(out.get_name())
+    operands = [_reference(wrapper, x) for x in node.operands]
+    keep_guard = getattr(wrapper, "_preserve_device_guard_state", contextlib.nullcontext)
+    for i, branch in enumerate(node.branches):
+        if i == len(node.branches) - 1:
+            wrapper.writeline("} else {")
+        else:
+            condition = _condition(wrapper, branch.when, " && ")
+            wrapper.writeline(f"{'} else ' if i else ''}if ({condition}) {{")
+        with keep_guard(), _inside(wrapper, branch.subgraph):
+            wrapper.codegen_subgraph(branch.subgraph, operands, results)
+    wrapper.writeline("}")

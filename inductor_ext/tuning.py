@@ -1,0 +1,516 @@
+"""``tune``: measure on this card which candidate to emit at which sizes, as a plan.
+
+The function is compiled once with the named dimensions dynamic. At every site that plans can
+describe, the operation and what fuses behind it are taken out of the graph, all of its tensors are
+given the sizes that follow from a value of the dimension, and the candidates are checked and timed
+as in the max-autotune modes; ``ranges.find_measured_ranges`` says at which values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import inspect
+import itertools
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import choosing, compat, measure, ranges, region, report
+from .plan import Bounds, Box, Entry, Key, Plan
+
+log = logging.getLogger("inductor_ext")
+
+# (key, sizes by name, candidates) -> us by candidate; stands in for a card in tests.
+Timer = Callable[[Key, Mapping[str, int], Sequence[str]], Mapping[str, float]]
+
+_KEPT = 2  # candidates kept of each size of the first, coarse sweep
+_HOPELESS = 1.3  # times the best: not compared between two coarse sizes where it is so far behind
+_COARSE = 4
+_BANDS = 4  # of every dimension but the one ranges are found along
+
+
+class _Dim(NamedTuple):
+    """A dimension to vary: as the user called it, which argument, and its bounds."""
+
+    label: str
+    argument: str
+    position: int
+    dim: int
+    lo: int
+    hi: int
+
+    def __str__(self) -> str:
+        where = f"{self.argument}.{self.dim}"
+        return (
+            repr(where)
+            if where == self.label
+            else f"{self.label!r} (dimension {self.dim} of {self.argument!r})"
+        )
+
+
+def tune(
+    fn: Callable[..., Any],
+    *args: Any,
+    dims: Mapping[str, tuple[int, int]],
+    progress: bool = True,
+    max_ranges: int = 8,
+    max_memory: int | None = None,
+    _measure: Timer | None = None,
+    _card: str | None = None,
+) -> Plan:
+    """Measure, for every site of ``fn``, which candidate is fastest over ranges of ``dims``.
+
+    ``fn`` (a function, module or compiled function) is called with ``args``, forward only; they are
+    not changed. ``dims`` maps a dimension to its least and largest size, both inclusive. "x.0" is
+    dimension 0 of the argument x; a name without a dot is the one dimension marked with
+    ``torch._dynamo.mark_dynamic``, or, where none is, dimension 0 of the first tensor, which is
+    then logged. At most ``max_ranges`` ranges a site; of several dimensions, ranges are found along
+    the first and the others are cut into at most four bands.
+
+    ``max_memory`` bounds the bytes of what is measured at the largest size (default: 80% of what is
+    free on the card). With ``progress`` a bar counts the measurements. Times are those of
+    ``measure.compare``: medians, cold L2, each candidate checked against fp64 first.
+
+    Raises RuntimeError without a card, ValueError for dims that name nothing, are out of order or
+    not dynamic in the graph, MemoryError where the largest size would exceed ``max_memory``.
+    """
+    if _measure is None:
+        measure.require_cuda()
+    original = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "_orig_mod", fn)
+    found = _resolve(original, args, dims)
+    if max_memory is None:
+        max_memory = sys.maxsize if _measure else int(0.8 * torch.cuda.mem_get_info()[0])
+    with _bar(progress) as tick:
+        for alike in (False, True):
+            tuner = _Tuner(found, max_ranges, max_memory, _measure, tick)
+            if _run(tuner, original, args, _marks(found, args, alike=alike), _card):
+                break
+        else:
+            names = " or ".join(str(d) for d in found)
+            raise ValueError(
+                f"expected dims that are dynamic in the graph, and {names} is specialised there "
+                '(TORCH_LOGS="+dynamic" says where)'
+            )
+    for d in found:
+        if d.label not in tuner.reached:
+            raise ValueError(
+                f"expected dims that are dynamic in the graph, and no site depends on {d}"
+            )
+    settings = ", ".join(f"{d.argument}.{d.dim}={d.lo}..{d.hi}" for d in found)
+    name = getattr(original, "__qualname__", type(original).__qualname__)
+    return Plan(
+        tuner.card,
+        compat.minor_version("torch"),
+        compat.minor_version("triton"),
+        tuple(tuner.entries.values()),
+        f"inductor_ext.tune({name}; {settings})",
+    )
+
+
+@contextlib.contextmanager
+def _bar(on: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar, or nothing; ``tick(text)`` counts one measurement."""
+    from tqdm import tqdm
+
+    with tqdm(disable=not on, unit=" sizes", desc="tune") as bar:
+
+        def tick(text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update()
+
+        yield tick
+
+
+# --- which dimension is meant ---------------------------------------------------------------------
+
+
+def _resolve(fn: Any, args: Sequence[Any], dims: Mapping[str, tuple[int, int]]) -> list[_Dim]:
+    names = _argument_names(fn, args)
+    tensors = {n: i for i, n in enumerate(names) if isinstance(args[i], torch.Tensor)}
+    if not dims:
+        raise ValueError('expected dims like {"tokens": (1, 8192)}, got none')
+    if not tensors:
+        raise ValueError("expected a tensor among the arguments, got none")
+    free = [label for label in dims if "." not in label]
+    if len(free) > 1:
+        raise ValueError(
+            f"expected at most one dimension without its argument, got {', '.join(free)}; "
+            f'write "{next(iter(tensors))}.0"'
+        )
+    found: list[_Dim] = []
+    for label, bounds in dims.items():
+        if not (isinstance(bounds, (tuple, list)) and len(bounds) == 2) or not all(
+            type(b) is int for b in bounds
+        ):
+            raise ValueError(f"expected {label!r} as a pair of whole numbers, got {bounds!r}")
+        lo, hi = bounds
+        if lo < 1 or lo > hi:
+            raise ValueError(f"expected 1 <= lo <= hi for {label!r}, got lo={lo} and hi={hi}")
+        argument, dim = _bind(label, args, tensors)
+        position = tensors[argument]
+        size = args[position].shape[dim]
+        d = _Dim(label, argument, position, dim, lo, hi)
+        if not max(lo, 2) <= size <= max(hi, 2):
+            raise ValueError(
+                f"expected {d} to be traced at a size within {max(lo, 2)}..{hi}, got {size}"
+            )
+        if any((d.position, d.dim) == (o.position, o.dim) for o in found):
+            raise ValueError(f"expected each dimension once, got {d} twice")
+        found.append(d)
+    return found
+
+
+def _argument_names(fn: Any, args: Sequence[Any]) -> list[str]:
+    call = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    names: list[str] = []
+    try:
+        parameters = inspect.signature(call).parameters
+    except (TypeError, ValueError):  # a builtin
+        return [f"args[{i}]" for i in range(len(args))]
+    for p in parameters.values():
+        if p.kind is p.VAR_POSITIONAL:
+            names += [f"{p.name}[{i}]" for i in range(len(args) - len(names))]
+        elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+    return names[: len(args)]
+
+
+def _bind(label: str, args: Sequence[Any], tensors: Mapping[str, int]) -> tuple[str, int]:
+    if "." in label:
+        argument, _, dim = label.rpartition(".")
+        if argument not in tensors:
+            raise ValueError(
+                f"expected {label!r} to name a tensor argument out of {', '.join(tensors)}"
+            )
+        rank = args[tensors[argument]].dim()
+        if not dim.isdigit() or int(dim) >= rank:
+            raise ValueError(f"expected a dimension below {rank} in {label!r}, got {dim!r}")
+        return argument, int(dim)
+    marked = [(name, dim) for name, i in tensors.items() for dim in compat.marked_dynamic(args[i])]
+    if len(marked) == 1:
+        return marked[0]
+    if marked:
+        choices = ", ".join(f'"{name}.{dim}"' for name, dim in marked)
+        raise ValueError(f"expected {label!r} to be one marked dimension, got {choices}: name one")
+    argument = next(iter(tensors))
+    log.warning("tune: %r is taken as dimension 0 of %r, the first tensor", label, argument)
+    return argument, 0
+
+
+_Marks = dict[int, dict[int, tuple[int, int]]]  # argument -> dimension -> bounds
+
+
+def _marks(dims: Sequence[_Dim], args: Sequence[Any], *, alike: bool) -> _Marks:
+    """What to mark dynamic. With ``alike`` also the dimensions of the other arguments that are as
+    large: tensors that share a dimension are all dynamic in it, or none can be."""
+    marks: _Marks = {}
+    for d in dims:
+        bounds = (d.lo, max(d.hi, 2))
+        marks.setdefault(d.position, {})[d.dim] = bounds
+        for i, arg in enumerate(args):
+            if alike and isinstance(arg, torch.Tensor):
+                for dim, size in enumerate(arg.shape):
+                    if size == args[d.position].shape[d.dim]:
+                        marks.setdefault(i, {}).setdefault(dim, bounds)
+    return marks
+
+
+def _run(tuner: _Tuner, fn: Any, args: Sequence[Any], marks: _Marks, card: str | None) -> bool:
+    """Compile and measure; False where a dimension turned out to be specialised."""
+    # Dynamo logs at length what is answered here by marking more, or by an error.
+    guards, mute = logging.getLogger("torch._guards"), lambda record: False
+    with choosing.recording(tuner.record), report.muted(), contextlib.ExitStack() as stack:
+        guards.addFilter(mute)
+        stack.callback(guards.removeFilter, mute)
+        try:
+            _compile(fn, args, marks, card)
+        except Exception as error:
+            if tuner.error is None and compat.is_constraint_violation(error):
+                return False
+            if tuner.error is None:
+                raise
+    if isinstance(tuner.error, _Specialised):
+        return False
+    if tuner.error is not None:
+        raise tuner.error
+    return True
+
+
+def _compile(fn: Any, args: Sequence[Any], marks: _Marks, card: str | None) -> None:
+    # Aliases, because marks stay on a tensor object.
+    aliases = [
+        a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+        for a in args
+    ]
+    if card is not None:
+        from .testing import compile_for
+
+        compile_for(card, fn, *aliases, dynamic=marks)
+        return
+    for position, bounds in marks.items():
+        for dim, (lo, hi) in bounds.items():
+            torch._dynamo.mark_dynamic(aliases[position], dim, min=lo, max=hi)
+    torch._dynamo.reset()
+    with compat.without_caches():
+        torch.compile(fn)(*aliases)
+    torch._dynamo.reset()
+
+
+# --- measuring a site -----------------------------------------------------------------------------
+
+
+class _Specialised(Exception):
+    """A dimension marked dynamic is a number in the graph."""
+
+
+class _Tuner:
+    """Measures the sites of one compile as they are lowered."""
+
+    def __init__(
+        self,
+        dims: Sequence[_Dim],
+        max_ranges: int,
+        max_memory: int,
+        timer: Timer | None,
+        tick: Callable[[str], None],
+    ) -> None:
+        self._dims, self._max_ranges, self._max_memory = dims, max_ranges, max_memory
+        self._timer, self._tick = timer, tick
+        self.entries: dict[Any, Entry] = {}
+        self.reached: set[str] = set()
+        self.error: Exception | None = None
+        self.card = compat.card_name() or ""
+
+    def record(
+        self,
+        lowering: str,
+        site: str,
+        problem: choosing.Problem,
+        names: Sequence[str],
+        how: choosing.Measure,
+    ) -> None:
+        """Measure the site being lowered. An error is kept, and nothing more is measured."""
+        if self.error is not None:
+            return
+        self.card = compat.card_name() or ""
+        try:
+            self._site(_Site(lowering, site, problem, names, how, self._timer))
+        except Exception as error:  # raised here, it would be taken for a failing lowering
+            self.error = error
+
+    def _site(self, at: _Site) -> None:
+        problem = at.problem
+        symbols = self._symbols(problem)
+        self.reached.update(d.label for d, _ in symbols)
+        name = (problem.key, tuple(sorted(problem.dims)))
+        known = {symbol for _, symbol in symbols}
+        if name in self.entries or any(
+            compat.symbols_of(size) - known for size in problem.dims.values()
+        ):
+            return  # measured already, or it depends on sizes that were not asked for
+        lead, others = symbols[:1], symbols[1:]
+        boxes: list[Box] = []
+        memory = 0
+        for bands in itertools.product(*(_bands(d.lo, d.hi) for d, _ in others)):
+            fixed = {
+                symbol: math.isqrt(lo * hi)
+                for (_, symbol), (lo, hi) in zip(others, bands, strict=True)
+            }
+            ends = dict(zip((s for _, s in others), bands, strict=True))
+            found, used = self._along(at, lead[0] if lead else None, fixed)
+            memory = max(memory, used)
+            boxes += at.boxes(lead[0][1] if lead else None, found, ends, fixed)
+        if boxes:
+            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+            self.entries[name] = Entry(problem.key, tuple(boxes), now, memory)
+
+    def _symbols(self, problem: choosing.Problem) -> list[tuple[_Dim, Any]]:
+        """The dimensions that the site's sizes depend on, with their symbols in this graph."""
+        symbols = compat.size_symbols()
+        found = []
+        for d in self._dims:
+            symbol = symbols.get((d.argument, d.dim))
+            if symbol is not None and compat.is_static(symbol):
+                raise _Specialised(str(d))
+            if symbol is not None and any(
+                symbol in compat.symbols_of(size) for size in problem.dims.values()
+            ):
+                found.append((d, symbol))
+        return found
+
+    def _along(
+        self, at: _Site, lead: tuple[_Dim, Any] | None, fixed: Mapping[Any, int]
+    ) -> tuple[list[ranges.MeasuredRange], int]:
+        """Ranges along one symbol, and the bytes that the largest measured size took."""
+        if lead is None:
+            dim, symbol, lo, hi = None, None, 1, 1
+        else:
+            dim, symbol = lead
+            lo, hi = dim.lo, dim.hi
+
+        def values(size: int) -> dict[Any, int]:
+            return {**fixed, **({symbol: size} if symbol is not None else {})}
+
+        coarse = sorted({lo, hi, *(p for e in range(32) if lo <= (p := _COARSE**e) <= hi)})
+        plausible = [size for size in coarse if at.plausible(values(size))]
+        if not plausible:
+            return [], 0
+        # One coarse step further than the rule believes in; it may be wrong, but not by more.
+        top = min(hi, _COARSE * plausible[-1])
+        need = at.memory(values(top))
+        if need > self._max_memory:
+            gib = 2**30
+            which = f"{dim} = {top}" if dim is not None else "its sizes"
+            raise MemoryError(
+                f"measuring {at.site} at {which} needs {need / gib:.2f} GiB, and max_memory is "
+                f"{self._max_memory / gib:.2f} GiB; lower the upper end, or raise max_memory"
+            )
+        coarse = sorted({top, *(size for size in coarse if size <= top)})
+        stock = {choosing.STOCK} if at.how.stock_may_win else set()
+        kept = set(stock)
+        for size in coarse:
+            times = at.times(values(size), at.short_list(values(size)))
+            self._tick(f"{at.site} at {size}")
+            kept.update(sorted(times, key=times.__getitem__)[:_KEPT])
+        near: dict[int, set[str]] = {}
+        for size in coarse:
+            times = at.times(values(size), sorted(kept))
+            self._tick(f"{at.site} at {size}")
+            best = min(times.values(), default=0.0)
+            near[size] = {name for name, us in times.items() if us <= _HOPELESS * best}
+
+        def score(size: int) -> Mapping[str, float]:
+            # What is far behind on both sides of a size is not compiled for it.
+            below = near[max(c for c in coarse if c <= size)]
+            above = near[min(c for c in coarse if c >= size)]
+            return at.times(values(size), sorted(stock | below | above))
+
+        found = ranges.find_measured_ranges(
+            score,
+            lo,
+            top,
+            max_ranges=self._max_ranges - (top < hi),
+            default=choosing.STOCK if at.how.stock_may_win else None,
+            margin=max(at.how.threshold, 1.01) - 1,
+            progress=lambda size: self._tick(f"{at.site} at {size}"),
+        )
+        if top < hi:  # by the lowering's rule, without times
+            found.append(ranges.MeasuredRange(top + 1, hi, choosing.STOCK))
+        return found, need
+
+
+class _Site:
+    """The site being lowered: its candidates and their times at given values of the symbols."""
+
+    def __init__(
+        self,
+        lowering: str,
+        site: str,
+        problem: choosing.Problem,
+        names: Sequence[str],
+        how: choosing.Measure,
+        timer: Timer | None,
+    ) -> None:
+        self.lowering, self.site, self.problem, self.how = lowering, site, problem, how
+        self._names, self._timer = names, timer
+        self._node = compat.current_node()
+        self._regions: dict[Any, region.Region] = {}
+        self._calls: dict[Any, Callable[..., Any]] = {}
+
+    def _at(self, values: Mapping[Any, int]) -> Any:
+        return compat.assume({s: compat.Assumed(v, v, v) for s, v in values.items()})
+
+    def sizes(self, values: Mapping[Any, int]) -> dict[str, int]:
+        """The problem's ranged sizes."""
+        with self._at(values):
+            return self.problem.sizes()
+
+    def plausible(self, values: Mapping[Any, int]) -> bool:
+        """Whether the lowering's rule thinks that a candidate might win there."""
+        with self._at(values):
+            return self.problem.plausible()
+
+    def short_list(self, values: Mapping[Any, int]) -> list[str]:
+        """Stock and the candidates worth measuring there."""
+        with self._at(values):
+            listed = self.problem.short_list
+            names = list(self._names if listed is None else listed())
+        return [choosing.STOCK, *names] if self.how.stock_may_win else names
+
+    def _region(self, values: Mapping[Any, int]) -> region.Region:
+        key = tuple(values.values())
+        if key not in self._regions:
+            with self._at(values):
+                self._regions[key] = region.extract(self._node, reductions=True)
+        return self._regions[key]
+
+    def memory(self, values: Mapping[Any, int]) -> int:
+        """Bytes that measuring there takes, at most: see ``Region.measuring_bytes``."""
+        return self._region(values).measuring_bytes()
+
+    def times(self, values: Mapping[Any, int], names: Sequence[str]) -> dict[str, float]:
+        """us of every candidate that gave the right result there."""
+        if self._timer is not None:
+            return dict(self._timer(self.problem.key, self.sizes(values), names))
+        found = self._region(values)
+
+        def build(name: str) -> Callable[..., Any]:
+            key = (tuple(values.values()), name)
+            if key not in self._calls:
+                with (
+                    choosing.recording(None),
+                    choosing.force_here(self.lowering, name),
+                    report.muted(),
+                    compat.strict(),
+                ):
+                    self._calls[key] = found.compile()
+            return self._calls[key]
+
+        builders = {name: functools.partial(build, name) for name in names}
+        outcomes = found.compare(builders, self.how.input_gen_fns)
+        return {name: o.us for name, o in outcomes.items() if o.us is not None}
+
+    def boxes(
+        self,
+        lead: Any,
+        found: Sequence[ranges.MeasuredRange],
+        ends: Mapping[Any, tuple[int, int]],
+        fixed: Mapping[Any, int],
+    ) -> list[Box]:
+        """Ranges of a symbol as boxes of the problem's sizes, which grow with the symbols."""
+        out: list[Box] = []
+        told = {choosing.STOCK, *(r.choice for r in found)}
+        for r in found:
+            assert r.hi is not None
+            corner = {s: (lo, hi) for s, (lo, hi) in ends.items()}
+            if lead is not None:
+                corner[lead] = (r.lo, r.hi)
+            low = self.sizes({s: lo for s, (lo, _) in corner.items()})
+            # Up to where the next range begins: with sizes like 2*s the steps are wider than 1.
+            high = self.sizes({s: hi + 1 for s, (_, hi) in corner.items()})
+            bounds: list[tuple[str, Bounds]] = [
+                (name, (low[name], max(high[name] - 1, low[name]))) for name in sorted(low)
+            ]
+            times: dict[str, Mapping[str, float]] = {}
+            for size, us in r.times.items():
+                at = self.sizes({**fixed, **({} if lead is None else {lead: size})})
+                times[",".join(str(at[name]) for name, _ in bounds)] = {
+                    n: t for n, t in us.items() if n in told
+                }
+            box = Box(tuple(bounds), r.choice, times)
+            if not any(box.overlaps(other) for other in out):  # sizes like s//8 repeat
+                out.append(box)
+        return out
+
+
+def _bands(lo: int, hi: int) -> list[tuple[int, int]]:
+    """lo..hi in at most four parts of like factors."""
+    edges = {round(lo * (hi / lo) ** (i / _BANDS)) for i in range(1, _BANDS)}
+    starts = sorted({lo, *(e for e in edges if lo < e <= hi)})
+    return [(a, b - 1) for a, b in itertools.pairwise([*starts, hi + 1])]

@@ -1,0 +1,215 @@
+"""How a Decompose-K problem is cut, and when cutting it pays: numbers only.
+
+The ranking is a model of the H200 fitted to measurements (benchmarks/NOTES.md); names of candidates
+say the tiling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a problem is cut: the tile of C and of K, the split, and the reducer's block."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    xblock: int
+    reduce_warps: int
+
+    def fills_an_sm(self, itemsize: int) -> bool:
+        """Whether the pipeline's shared memory leaves no room for a second program on an SM."""
+        stage = (self.block_m + self.block_n) * self.block_k * itemsize
+        return 2 * stage * self.num_stages > 227 * 1024
+
+    @property
+    def name(self) -> str:
+        return (
+            f"split{self.splits}_{self.block_m}x{self.block_n}x{self.block_k}"
+            f"_w{self.num_warps}_s{self.num_stages}"
+        )
+
+
+def pow2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def split_size(k: int, splits: int, block_k: int) -> int:
+    """Elements of K per split: a multiple of the K tile, so only the last split is ragged."""
+    per_split = -(-k // splits)
+    return -(-per_split // block_k) * block_k
+
+
+def _block_k(per_split: int, itemsize: int) -> int:
+    """Elements of K per pipeline stage: all of a short split in one, else four or more stages."""
+    short = itemsize == 4 or (per_split <= 256 and per_split != 128)
+    return min(64 if short else 128, per_split)
+
+
+def _tiling(
+    m: int, n: int, k: int, batch: int, itemsize: int, shape: tuple[int, int, int]
+) -> Tiling:
+    """Everything else that goes with a tile of C and the elements of K per split."""
+    block_m, block_n, per_split = shape
+    area, numel = block_m * block_n, m * n * batch
+    block_k = _block_k(per_split, itemsize)
+    tiles_k = per_split // block_k
+    splits = -(-k // per_split)
+    rblock = pow2(splits)
+    # A pipelined small tile is bound by latency, and fewer warps leave more programs per SM.
+    small = area <= 256 or (tiles_k > 1 and area <= (512 if itemsize == 4 else 1024))
+    num_warps = 2 if small else 4
+    if numel >= 256 * 256:
+        xblock = 256 if rblock <= 16 else 128
+    else:
+        xblock = 16 if numel <= 32 * 32 else 32 if numel <= 64 * 64 else 64
+    xblock = max(min(xblock, 8192 // rblock), 16)
+    return Tiling(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        splits=splits,
+        num_warps=num_warps,
+        num_stages=min(tiles_k, 4),
+        xblock=xblock,
+        reduce_warps=4 if xblock * rblock >= 2048 and rblock > 64 else 1,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rates:
+    """What the ranking of tilings costs, fitted to 49 problems on an H200 (benchmarks/NOTES.md)."""
+
+    refill_ns: float  # a further filling of the four pipeline stages
+    sm_bytes_per_ns: float  # into one SM
+    l2_bytes_per_ns: float  # out of the L2, re-reads included
+    partial_bytes_per_ns: float  # partials written and read back
+    prefetch_ns: float  # what fetching B ahead of the wait saves
+
+
+_RATES = {2: _Rates(1020, 209, 50000, 3850, 1600), 4: _Rates(143, 80, 8600, 2240, 0)}
+
+
+def _predicted_ns(
+    sizes: tuple[int, int, int, int],
+    itemsize: int,
+    sms: int,
+    prefetch: str,
+    shape: tuple[int, int, int],
+) -> float:
+    """Time that depends on the tiling, for ranking only."""
+    m, n, k, batch = sizes
+    block_m, block_n, per_split = shape
+    rates = _RATES[itemsize]
+    splits = -(-k // per_split)
+    programs = -(-m // block_m) * -(-n // block_n) * batch * splits
+    read = (min(block_m, m) + min(block_n, n)) * per_split * itemsize
+    refills = max(per_split / _block_k(per_split, itemsize) / 4, 1) - 1
+    partials = 2 * splits * m * n * batch * 4
+    ahead = block_m >= m and (prefetch == "columns" or (prefetch == "rows" and block_n >= n))
+    return (
+        max(
+            refills * rates.refill_ns,
+            read * max(1.0, programs / sms) / rates.sm_bytes_per_ns,
+            read * programs / rates.l2_bytes_per_ns,
+        )
+        + partials / rates.partial_bytes_per_ns
+        + 0.25 * programs
+        - (rates.prefetch_ns if ahead else 0.0)
+    )
+
+
+def _shapes(m: int, n: int, k: int, itemsize: int) -> list[tuple[int, int, int]]:
+    """(tile rows, tile columns, elements of K per split) that make sense for these sizes."""
+    longest = pow2(-(-k // 128))  # elements per split where 128 splits are not enough
+    beyond = (longest,) if longest > 2048 else ()
+    return [
+        (block_m, block_n, per_split)
+        for block_m in (64, 32, 16)
+        for block_n in (16, 32, 64, 128)
+        for per_split in (64, 128, 256, 512, 1024, 2048, *beyond)
+        if block_m <= max(pow2(m), 16)
+        and block_n <= max(pow2(n), 16)
+        and 2 <= -(-k // per_split) <= 128
+        and not (itemsize == 4 and block_m * block_n > 2048)
+    ]
+
+
+def tilings(
+    m: int, n: int, k: int, batch: int, itemsize: int, sms: int, prefetch: str = ""
+) -> list[Tiling]:
+    """Tilings worth trying for a problem with these sizes, the heuristic's pick first.
+
+    ``prefetch`` is how B can be fetched ahead: "rows", "columns" (see ``_prefetchable``) or "".
+    """
+    shapes = _shapes(m, n, k, itemsize)
+    if itemsize == 4:  # FMA, not tensor cores: rows of A beyond M would be multiplied too
+        shapes.reverse()
+    # A stable sort: the order above decides between equals.
+    shapes.sort(key=lambda s: _predicted_ns((m, n, k, batch), itemsize, sms, prefetch, s))
+    return [_tiling(m, n, k, batch, itemsize, shape) for shape in shapes]
+
+
+def worth_it(m: int, n: int, k: int, batch: int, itemsize: int, sms: int) -> str | None:
+    """None where splitting K is expected to win against cuBLAS, else why not.
+
+    On the H200 the split won by 1.9x or more from K = 1024 on while the output had up to 16 tiles
+    of 64x64, by 1.1x at 48 to 64 tiles; the margin is kept (benchmarks/NOTES.md).
+    """
+    tiles = -(-m // 64) * -(-n // 64) * batch
+    if k < 1024:
+        return f"K={k} is below 1024: one pass over it costs less than a second kernel"
+    if k < 4 * max(m, n):
+        return f"K={k} is below 4 x max(M, N)={4 * max(m, n)}: the partials cost too much"
+    if 3 * tiles > sms:
+        return f"{tiles} output tiles of 64x64 occupy {sms} SMs well enough"
+    return None
+
+
+def rows_name(t: Tiling) -> str:
+    return f"{t.name}_rowwise"
+
+
+def names_of(t: Tiling, itemsize: int, pdl: bool) -> list[str]:
+    """Candidates with the generic sum that a tiling makes, the heuristic's first."""
+    if not pdl:
+        return [t.name]
+    pair = [f"{t.name}_pdl", f"{t.name}_pdl_late"]
+    return [*(pair if t.fills_an_sm(itemsize) else pair[::-1]), t.name]
+
+
+def few_splits(ranked: list[Tiling]) -> Tiling | None:
+    """The best tiling whose sum can be unrolled: it loads every split by name."""
+    return next((t for t in ranked if t.splits <= 64), None)
+
+
+def pick(names: Sequence[str], rowwise: bool) -> tuple[str, str]:
+    """(candidate, reason) of the heuristic out of ranked names, where splitting K is worth it."""
+    rows = next((name for name in names if name.endswith("_rowwise")), None)
+    if rowwise and rows is not None:
+        return rows, "few output tiles, long K; the sum is fused into the row reduction"
+    return names[0], "few output tiles, long K: one wave of programs along K"
+
+
+CANDIDATE = re.compile(
+    r"(?P<stem>split\d+_(?P<bm>\d+)x\d+x\d+_w\d+_s\d+)(?P<how>|_pdl|_pdl_late|_rowwise)"
+    r"|bmm_split(?P<splits>\d+)"
+)
+
+
+def tiling_named(
+    match: re.Match[str], m: int, n: int, k: int, batch: int, itemsize: int
+) -> Tiling | None:
+    """The tiling in a candidate's name, None where these sizes have none of that name."""
+    for shape in _shapes(max(m, int(match["bm"])), n, k, itemsize):
+        tiling = _tiling(m, n, k, batch, itemsize, shape)
+        if tiling.name == match["stem"]:
+            return None if match["how"] == "_rowwise" and tiling.splits > 64 else tiling
+    return None
