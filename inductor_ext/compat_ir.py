@@ -16,7 +16,6 @@ import torch
 from . import compat_launch
 from .compat import graph, hint, lowering_of, on_real_card
 
-
 # --- building IR ----------------------------------------------------------------------------------
 
 
