@@ -24,6 +24,7 @@ PARTIAL = compat_ir.Template(
     "inductor_ext_decompose_k_partial", kernels.partial_grid, kernels.PARTIAL
 )
 REDUCE = compat_ir.Template("inductor_ext_decompose_k_reduce", kernels.reduce_grid, kernels.REDUCE)
+DOT = compat_ir.Template("inductor_ext_decompose_k_dot", kernels.dot_grid, kernels.DOT)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -351,6 +352,55 @@ def _emit_bmm(p: Problem, splits: int) -> Any:
     return compat_ir.to_dtype(total, p.out_dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class DotTiling:
+    """How the kernel without a split is cut: columns of B per program, elements of K per pass."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+    @property
+    def name(self) -> str:
+        return f"dot_{self.block_n}x{self.block_k}_w{self.num_warps}"
+
+
+def _dots(p: Problem) -> list[DotTiling]:
+    """Tilings without a split: few rows, and columns of B that are contiguous in memory."""
+    if p.batch is not None or not compat_ir.has_layout(p.b) or not compat.is_static(p.m):
+        return []
+    if int(p.m) > 4 or compat.hint(p.b.get_stride()[0]) != 1:
+        return []
+    m, n, k = (compat.hint(s) for s in (p.m, p.n, p.k))
+    sms = compat.multiprocessors(p.a.get_device())
+    block_n = max(1, _pow2(m * n // (2 * sms)) // 2)
+    out = []
+    for warps in (4, 8):
+        block_k = min(_pow2(k), 32 * warps * 64 // block_n)
+        out.append(DotTiling(block_n, block_k, warps))
+    return out
+
+
+def _emit_dot(p: Problem, tiling: DotTiling, pdl: bool, early: bool = False) -> Any:
+    """IR of C from one kernel in which every program sums over all of K."""
+    a, b = compat_ir.realize(p.a), compat_ir.realize(p.b)
+    wide = any(compat.too_large_for_int32(x) for x in (a, b))
+    return DOT.emit(
+        [a, b],
+        p.out_size,
+        p.out_dtype,
+        num_warps=tiling.num_warps,
+        num_stages=1,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        EVEN_N=compat.statically_divisible(p.n, tiling.block_n),
+        EVEN_K=compat.statically_divisible(p.k, tiling.block_k),
+        INDEX="tl.int64" if wide else "tl.int32",
+        PDL=pdl,
+        EARLY=early,
+    )
+
+
 def candidates(p: Problem) -> list[choosing.Candidate]:
     """Every candidate but stock, the heuristic's pick first."""
     m, n, k, batch = _extremes(p)[0]
@@ -372,6 +422,15 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
             ]
             out += pair if tiling.fills_an_sm(p.dtype.itemsize) else pair[::-1]
         out.append(choosing.Candidate(tiling.name, functools.partial(_emit, p, tiling, False)))
+    for dot in _dots(p):
+        if pdl:
+            out.append(
+                choosing.Candidate(f"{dot.name}_pdl", functools.partial(_emit_dot, p, dot, True, True))
+            )
+            out.append(
+                choosing.Candidate(f"{dot.name}_pdl_late", functools.partial(_emit_dot, p, dot, True))
+            )
+        out.append(choosing.Candidate(dot.name, functools.partial(_emit_dot, p, dot, False)))
     if few is not None:
         out.append(
             choosing.Candidate(

@@ -3,6 +3,10 @@
     P[s] = A[:, K_s] B[K_s, :]      fp32, one program per (tile of C, s, batch)
     C    = epilogue(sum_s P[s])     one program per run of XBLOCK consecutive elements of C
 
+For very few rows and a B contiguous along K (the weight of nn.Linear), one kernel without a split:
+
+    C[m, n] = epilogue(sum_k A[m, k] B[k, n])    one program per (BLOCK_N columns, m)
+
 The partials have their own buffer, so an element becomes final in exactly one place: Inductor fuses
 bias, activation, residual and casts onto that store. No atomics: the same bits every run.
 
@@ -93,6 +97,42 @@ def partial_grid(*sizes_and_meta, cdiv):
     splits, m, n = sizes[0], sizes[-2], sizes[-1]
     batch = sizes[1] if len(sizes) == 4 else 1
     return (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), splits, batch)
+
+
+DOT = r"""
+{% set masks = ([] if EVEN_N else ["(idx_n[:, None] < N)"]) + ([] if EVEN_K else ["(k < K)[None, :]"]) %}
+{{def_kernel("A", "B")}}
+    N = {{size("B", -1)}}
+    K = {{size("A", -1)}}
+{% if PDL and EARLY %}
+    tl.extra.cuda.gdc_launch_dependents()
+{% endif %}
+    idx_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(INDEX)
+    idx_m = tl.program_id(1) + tl.zeros((BLOCK_N,), INDEX)
+    row = A + tl.program_id(1).to(INDEX) * {{stride("A", -2)}}
+{% if PDL %}
+    tl.extra.cuda.gdc_wait()
+{% if not EARLY %}
+    tl.extra.cuda.gdc_launch_dependents()
+{% endif %}
+{% endif %}
+    products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = (first + tl.arange(0, BLOCK_K)).to(INDEX)
+        a = tl.load(row + k * {{stride("A", -1)}}
+                    {%- if not EVEN_K %}, mask=k < K, other=0.0{% endif %})
+        b = tl.load(B + k[None, :] * {{stride("B", -2)}} + idx_n[:, None] * {{stride("B", -1)}}
+                    {%- if masks %}, mask={{masks | join(" & ")}}, other=0.0{% endif %})
+        products += a.to(tl.float32)[None, :] * b.to(tl.float32)
+    acc = tl.sum(products, 1)
+    mask = {{"tl.full((BLOCK_N,), True, tl.int1)" if EVEN_N else "idx_n < N"}}
+    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N",))}}
+"""
+
+
+def dot_grid(m, n, meta, *, cdiv):
+    """One program per (BLOCK_N columns of B, row of A)."""
+    return (cdiv(n, meta["BLOCK_N"]), m, 1)
 
 
 REDUCE = r"""
