@@ -296,6 +296,7 @@ def _emit(
     ahead = _prefetchable(p, b) if pdl and k_split else ""
     if (ahead and int(p.m) > tiling.block_m) or (ahead == "rows" and int(p.n) > tiling.block_n):
         ahead = ""  # every row of tiles, or every tile in pieces of a row, would ask again
+    precision = compat.float32_precision() if p.dtype is torch.float32 else "tf32"
     partials = PARTIAL.emit(
         [a, b],
         [tiling.splits, *p.out_size],
@@ -311,7 +312,8 @@ def _emit(
         EVEN_N=compat.statically_divisible(p.n, tiling.block_n),
         EVEN_K=static_k and int(p.k) == k_split * tiling.splits,
         BATCHED=p.batch is not None,
-        PRECISION=f"'{compat.float32_precision() if p.dtype is torch.float32 else 'tf32'}'",
+        PRECISION=f"'{precision}'",
+        ROUND_TF32=p.dtype is torch.float32 and precision == "tf32",
         INDEX=index,
         PDL=pdl,
         PREFETCH_ROWS=ahead == "rows",
@@ -398,6 +400,7 @@ def _emit_dot(p: Problem, tiling: DotTiling, pdl: bool, early: bool = False) -> 
         INDEX="tl.int64" if wide else "tl.int32",
         PDL=pdl,
         EARLY=early,
+        PREFETCH=pdl and _prefetchable(p, b) == "columns" and int(p.k) * p.dtype.itemsize % 16 == 0,
     )
 
 

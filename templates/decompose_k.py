@@ -18,7 +18,26 @@ finished" carries over a chain of such kernels. Before the wait only a prefetch 
 L2 is where all SMs meet, so a line fetched too early is updated, never stale.
 """
 
-PARTIAL = r"""
+PREFETCH = r"""
+{#- Bulk prefetch into L2, one piece of ``elements`` contiguous elements of B per thread. Threads
+    beyond the number of pieces hold copies and stay out. -#}
+{%- macro prefetch(pieces, wanted, start, elements) %}
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $3;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [{{start}},
+         tl.zeros(({{pieces}},), tl.int32)
+         + ({{elements}}) * (B.dtype.element_ty.primitive_bitwidth // 8),
+         tl.where({{wanted}}, {{pieces}}, 0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+{%- endmacro %}
+"""
+
+PARTIAL = PREFETCH + r"""
 {% set in_m, in_n = "(rm[:, None] < M)", "(rn[None, :] < N)" %}
 {% set masks_a = ([] if EVEN_M else [in_m]) + ([] if EVEN_K else ["(rk[None, :] < K)"]) %}
 {% set masks_b = ([] if EVEN_K else ["(rk[:, None] < K)"]) + ([] if EVEN_N else [in_n]) %}
@@ -46,30 +65,14 @@ PARTIAL = r"""
     A += idx_b * {{stride("A", 0)}}
     B += idx_b * {{stride("B", 0)}}
 {% endif %}
-{% if PREFETCH_ROWS or PREFETCH_COLUMNS %}
-{# Each program asks for its part of B: pieces of 64 contiguous rows, or one run per column. Threads
-   beyond the number of pieces hold copies and stay out. #}
+{# Each program asks for its part of B: pieces of 64 contiguous rows, or one run per column. #}
 {% if PREFETCH_ROWS %}
     piece = tl.arange(0, PIECES)
     first = k_first + piece * 64
-    wanted = (piece * 64 < k_split) & (first + 64 <= K)
-    start = B + first * N
-    nbytes = 64 * N * B.dtype.element_ty.primitive_bitwidth // 8
-{% else %}
-    piece = tl.arange(0, PIECES)
-    wanted = (rn < N) & (k_first + k_split <= K)
-    start = B + rn * {{stride("B", -1)}} + k_first
-    nbytes = k_split * B.dtype.element_ty.primitive_bitwidth // 8
-{% endif %}
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $3;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [start, tl.zeros((PIECES,), tl.int32) + nbytes, tl.where(wanted, PIECES, 0)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+{{prefetch("PIECES", "(piece * 64 < k_split) & (first + 64 <= K)", "B + first * N", "64 * N")}}
+{% elif PREFETCH_COLUMNS %}
+{{prefetch("BLOCK_N", "(rn < N) & (k_first + k_split <= K)",
+           "B + rn * " ~ stride("B", -1) ~ " + k_first", "k_split")}}
 {% endif %}
 {% if PDL %}
     tl.extra.cuda.gdc_wait()
@@ -81,6 +84,13 @@ PARTIAL = r"""
                     {%- if masks_a %}, mask={{masks_a | join(" & ")}}, other=0.0{% endif %})
         b = tl.load(B + rk[:, None] * {{stride("B", -2)}} + rn[None, :] * {{stride("B", -1)}}
                     {%- if masks_b %}, mask={{masks_b | join(" & ")}}, other=0.0{% endif %})
+{% if ROUND_TF32 %}
+{# Tensor cores cut fp32 off to tf32; the library rounds, and cutting is 2.6 times less exact. #}
+{% for x in ("a", "b") %}
+        bits = {{x}}.to(tl.int32, bitcast=True) + 0x1000
+        {{x}} = tl.where({{x}} == {{x}}, (bits & -0x2000).to(tl.float32, bitcast=True), {{x}})
+{% endfor %}
+{% endif %}
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     idx_m = rm[:, None]
     idx_n = rn[None, :]
@@ -99,8 +109,8 @@ def partial_grid(*sizes_and_meta, cdiv):
     return (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), splits, batch)
 
 
-DOT = r"""
-{% set masks = ([] if EVEN_N else ["(idx_n[:, None] < N)"]) + ([] if EVEN_K else ["(k < K)[None, :]"]) %}
+DOT = PREFETCH + r"""
+{% set masks = ([] if EVEN_N else ["(idx_n[:, None] < N)"]) + ([] if EVEN_K else ["(k < K)"]) %}
 {{def_kernel("A", "B")}}
     N = {{size("B", -1)}}
     K = {{size("A", -1)}}
@@ -110,6 +120,9 @@ DOT = r"""
     idx_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(INDEX)
     idx_m = tl.program_id(1) + tl.zeros((BLOCK_N,), INDEX)
     row = A + tl.program_id(1).to(INDEX) * {{stride("A", -2)}}
+{% if PREFETCH %}
+{{prefetch("BLOCK_N", "(idx_n < N) & (tl.program_id(1) == 0)", "B + idx_n * " ~ stride("B", -1), "K")}}
+{% endif %}
 {% if PDL %}
     tl.extra.cuda.gdc_wait()
 {% if not EARLY %}
@@ -118,12 +131,12 @@ DOT = r"""
 {% endif %}
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for first in range(0, K, BLOCK_K):
-        k = (first + tl.arange(0, BLOCK_K)).to(INDEX)
+        k = (first + tl.arange(0, BLOCK_K)).to(INDEX)[None, :]
         a = tl.load(row + k * {{stride("A", -1)}}
                     {%- if not EVEN_K %}, mask=k < K, other=0.0{% endif %})
-        b = tl.load(B + k[None, :] * {{stride("B", -2)}} + idx_n[:, None] * {{stride("B", -1)}}
+        b = tl.load(B + k * {{stride("B", -2)}} + idx_n[:, None] * {{stride("B", -1)}}
                     {%- if masks %}, mask={{masks | join(" & ")}}, other=0.0{% endif %})
-        products += a.to(tl.float32)[None, :] * b.to(tl.float32)
+        products += a.to(tl.float32) * b.to(tl.float32)
     acc = tl.sum(products, 1)
     mask = {{"tl.full((BLOCK_N,), True, tl.int1)" if EVEN_N else "idx_n < N"}}
     {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N",))}}
