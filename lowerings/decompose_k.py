@@ -26,6 +26,7 @@ PARTIAL = compat_ir.Template(
 REDUCE = compat_ir.Template("inductor_ext_decompose_k_reduce", kernels.reduce_grid, kernels.REDUCE)
 DOT = compat_ir.Template("inductor_ext_decompose_k_dot", kernels.dot_grid, kernels.DOT)
 
+DOT_WARPS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -367,26 +368,32 @@ class DotTiling:
         return f"dot_{self.block_n}x{self.block_k}_w{self.num_warps}"
 
 
-def _dots(p: Problem) -> list[DotTiling]:
-    """Tilings without a split: few rows, and columns of B that are contiguous in memory."""
+def _dot_tiling(p: Problem) -> DotTiling | None:
+    """The tiling without a split: few rows, and columns of B that are contiguous in memory."""
     if p.batch is not None or not compat_ir.has_layout(p.b) or not compat.is_static(p.m):
-        return []
+        return None
     if int(p.m) > 4 or compat.hint(p.b.get_stride()[0]) != 1:
-        return []
+        return None
     m, n, k = (compat.hint(s) for s in (p.m, p.n, p.k))
-    sms = compat.multiprocessors(p.a.get_device())
-    block_n = max(1, _pow2(m * n // (2 * sms)) // 2)
-    out = []
-    for warps in (4, 8):
-        block_k = min(_pow2(k), 32 * warps * 64 // block_n)
-        out.append(DotTiling(block_n, block_k, warps))
-    return out
+    block_n = max(1, _pow2(m * n // (2 * compat.multiprocessors(p.a.get_device()))) // 2)
+    return DotTiling(block_n, min(_pow2(k), 16384 // block_n), DOT_WARPS)
 
 
-def _emit_dot(p: Problem, tiling: DotTiling, pdl: bool, early: bool = False) -> Any:
+def _dot_wins(p: Problem) -> bool:
+    """Whether one kernel beats two: one pass over K, and few bytes of B read again per row.
+
+    On the H200 at up to 8.4 MB by 1.2 to 1.6x, at 11 MB by nothing, at 15 MB it lost
+    (benchmarks/NOTES.md).
+    """
+    m, n, k = (compat.hint(s) for s in (p.m, p.n, p.k))
+    return k <= 8192 and m * n * k * p.dtype.itemsize <= 9_000_000
+
+
+def _emit_dot(p: Problem, tiling: DotTiling, pdl: bool) -> Any:
     """IR of C from one kernel in which every program sums over all of K."""
     a, b = compat_ir.realize(p.a), compat_ir.realize(p.b)
     wide = any(compat.too_large_for_int32(x) for x in (a, b))
+    aligned = compat.is_static(p.k) and int(p.k) * p.dtype.itemsize % 16 == 0
     return DOT.emit(
         [a, b],
         p.out_size,
@@ -399,8 +406,7 @@ def _emit_dot(p: Problem, tiling: DotTiling, pdl: bool, early: bool = False) -> 
         EVEN_K=compat.statically_divisible(p.k, tiling.block_k),
         INDEX="tl.int64" if wide else "tl.int32",
         PDL=pdl,
-        EARLY=early,
-        PREFETCH=pdl and _prefetchable(p, b) == "columns" and int(p.k) * p.dtype.itemsize % 16 == 0,
+        PREFETCH=pdl and aligned and _prefetchable(p, b) == "columns",
     )
 
 
@@ -425,15 +431,13 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
             ]
             out += pair if tiling.fills_an_sm(p.dtype.itemsize) else pair[::-1]
         out.append(choosing.Candidate(tiling.name, functools.partial(_emit, p, tiling, False)))
-    for dot in _dots(p):
+    dot = _dot_tiling(p)
+    if dot is not None:
+        single = [choosing.Candidate(dot.name, functools.partial(_emit_dot, p, dot, False))]
         if pdl:
-            out.append(
-                choosing.Candidate(f"{dot.name}_pdl", functools.partial(_emit_dot, p, dot, True, True))
-            )
-            out.append(
-                choosing.Candidate(f"{dot.name}_pdl_late", functools.partial(_emit_dot, p, dot, True))
-            )
-        out.append(choosing.Candidate(dot.name, functools.partial(_emit_dot, p, dot, False)))
+            emit = functools.partial(_emit_dot, p, dot, True)
+            single.insert(0, choosing.Candidate(f"{dot.name}_pdl_late", emit))
+        out = single + out if _dot_wins(p) else out + single
     if few is not None:
         out.append(
             choosing.Candidate(
@@ -472,6 +476,8 @@ def _lower(op_name: str, p: Problem) -> Any:
         pick = next((c.name for c in found if c.name.endswith("_rowwise")), None)
         if rowwise and pick is not None:
             return pick, "few output tiles, long K; the sum is fused into the row reduction"
+        if found[0].name.startswith("dot_"):
+            return found[0].name, "few rows: one program per column of B, no split"
         return found[0].name, "few output tiles, long K: one wave of programs along K"
 
     return choosing.choose(NAME, site, found, heuristic, key=f"{site} {matching.consumers_key()}")

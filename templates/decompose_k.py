@@ -114,9 +114,6 @@ DOT = PREFETCH + r"""
 {{def_kernel("A", "B")}}
     N = {{size("B", -1)}}
     K = {{size("A", -1)}}
-{% if PDL and EARLY %}
-    tl.extra.cuda.gdc_launch_dependents()
-{% endif %}
     idx_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(INDEX)
     idx_m = tl.program_id(1) + tl.zeros((BLOCK_N,), INDEX)
     row = A + tl.program_id(1).to(INDEX) * {{stride("A", -2)}}
@@ -125,9 +122,7 @@ DOT = PREFETCH + r"""
 {% endif %}
 {% if PDL %}
     tl.extra.cuda.gdc_wait()
-{% if not EARLY %}
     tl.extra.cuda.gdc_launch_dependents()
-{% endif %}
 {% endif %}
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for first in range(0, K, BLOCK_K):
