@@ -389,6 +389,15 @@ def _dot_wins(p: Problem) -> bool:
     return k <= 8192 and m * n * k * p.dtype.itemsize <= 9_000_000
 
 
+def _fp32_along_k(p: Problem) -> bool:
+    """Whether B would be read across its rows without tensor cores.
+
+    On the H200 1x256x7168 took 13.0 us so, the library 8.1 (benchmarks/NOTES.md).
+    """
+    ieee = p.dtype is torch.float32 and compat.float32_precision() == "ieee"
+    return ieee and compat_ir.has_layout(p.b) and compat.hint(p.b.get_stride()[-2]) == 1
+
+
 def _emit_dot(p: Problem, tiling: DotTiling, pdl: bool) -> Any:
     """IR of C from one kernel in which every program sums over all of K."""
     a, b = compat_ir.realize(p.a), compat_ir.realize(p.b)
@@ -478,6 +487,8 @@ def _lower(op_name: str, p: Problem) -> Any:
             return pick, "few output tiles, long K; the sum is fused into the row reduction"
         if found[0].name.startswith("dot_"):
             return found[0].name, "few rows: one program per column of B, no split"
+        if _fp32_along_k(p):
+            return choosing.STOCK, "fp32 weights contiguous along K: the library is faster"
         return found[0].name, "few output tiles, long K: one wave of programs along K"
 
     return choosing.choose(NAME, site, found, heuristic, key=f"{site} {matching.consumers_key()}")
