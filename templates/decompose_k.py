@@ -37,7 +37,9 @@ PREFETCH = r"""
 {%- endmacro %}
 """
 
-PARTIAL = PREFETCH + r"""
+PARTIAL = (
+    PREFETCH
+    + r"""
 {% set in_m, in_n = "(rm[:, None] < M)", "(rn[None, :] < N)" %}
 {% set masks_a = ([] if EVEN_M else [in_m]) + ([] if EVEN_K else ["(rk[None, :] < K)"]) %}
 {% set masks_b = ([] if EVEN_K else ["(rk[:, None] < K)"]) + ([] if EVEN_N else [in_n]) %}
@@ -99,6 +101,7 @@ PARTIAL = PREFETCH + r"""
     {{store_output(("idx_s", "idx_b", "idx_m", "idx_n") if BATCHED else ("idx_s", "idx_m", "idx_n"),
                    "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
 """
+)
 
 
 def partial_grid(*sizes_and_meta, cdiv):
@@ -109,7 +112,9 @@ def partial_grid(*sizes_and_meta, cdiv):
     return (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), splits, batch)
 
 
-DOT = PREFETCH + r"""
+DOT = (
+    PREFETCH
+    + r"""
 {% set masks = ([] if EVEN_N else ["(idx_n[:, None] < N)"]) + ([] if EVEN_K else ["(k < K)"]) %}
 {{def_kernel("A", "B")}}
     N = {{size("B", -1)}}
@@ -136,6 +141,7 @@ DOT = PREFETCH + r"""
     mask = {{"tl.full((BLOCK_N,), True, tl.int1)" if EVEN_N else "idx_n < N"}}
     {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N",))}}
 """
+)
 
 
 def dot_grid(m, n, meta, *, cdiv):

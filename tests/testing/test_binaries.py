@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inductor_ext.testing import compile_for
+from inductor_ext.testing import compile_for, run_interpreted
 
 
 def test_pointwise_moves_16_bytes_at_a_time():
