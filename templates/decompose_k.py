@@ -123,7 +123,8 @@ DOT = (
     idx_m = tl.program_id(1) + tl.zeros((BLOCK_N,), INDEX)
     row = A + tl.program_id(1).to(INDEX) * {{stride("A", -2)}}
 {% if PREFETCH %}
-{{prefetch("BLOCK_N", "(idx_n < N) & (tl.program_id(1) == 0)", "B + idx_n * " ~ stride("B", -1), "K")}}
+{{prefetch("BLOCK_N", "(idx_n < N) & (tl.program_id(1) == 0)",
+           "B + idx_n * " ~ stride("B", -1), "K")}}
 {% endif %}
 {% if PDL %}
     tl.extra.cuda.gdc_wait()

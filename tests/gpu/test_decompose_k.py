@@ -531,7 +531,8 @@ model, path = Router(), sys.argv[2]
 if sys.argv[1] == "stock":
     inductor_ext.disable()
 with report.collect() as decisions:
-    torch._inductor.aoti_compile_and_package(torch.export.export(model, (draw(),)), package_path=path)
+    program = torch.export.export(model, (draw(),))
+    torch._inductor.aoti_compile_and_package(program, package_path=path)
 assert [d.fired for d in decisions] == ([] if sys.argv[1] == "stock" else [True]), decisions
 loaded = torch._inductor.aoti_load_package(path)
 for _ in range(3):
