@@ -6,8 +6,6 @@ With ``compat`` and ``compat_virtual`` the only modules that touch private Induc
 from __future__ import annotations
 
 import functools
-import logging
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +13,8 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
+from . import compat_launch
 from .compat import graph, hint, lowering_of, on_real_card
-
-log = logging.getLogger("inductor_ext")
-
 
 # --- building IR ----------------------------------------------------------------------------------
 
@@ -123,47 +119,6 @@ def sum_unrolled(partials: Any, dtype: torch.dtype) -> Any:
     return out
 
 
-@functools.cache
-def _launcher_builders() -> Any:
-    from concurrent.futures import ThreadPoolExecutor
-
-    return ThreadPoolExecutor(4, thread_name_prefix="inductor_ext_launcher")
-
-
-_launchers_built: set[tuple[Any, ...]] = set()
-
-
-def _build_launcher(signature: tuple[str, ...]) -> None:
-    """Have Triton build the C launcher of a signature while the kernel itself compiles.
-
-    Inductor's static launcher can't set launch attributes, so a kernel with PDL goes through
-    Triton's, which up to triton 3.6 is compiled per signature by the C compiler: 0.35 s that would
-    otherwise come after everything else. The result is found in Triton's cache; a failure is not.
-    """
-    from triton.backends.nvidia import driver
-
-    make, cache = getattr(driver, "make_launcher", None), os.environ.get("TRITON_CACHE_DIR", "")
-    if make is None or (cache, signature) in _launchers_built:
-        return
-    _launchers_built.add((cache, signature))
-
-    def build() -> None:
-        from triton.runtime.build import compile_module_from_src
-
-        try:
-            compile_module_from_src(
-                src=make({}, dict(enumerate(signature)), None),
-                name="__triton_launcher",
-                library_dirs=driver.library_dirs(),
-                include_dirs=driver.include_dirs,
-                libraries=driver.libraries,
-            )
-        except Exception as error:  # the kernel's own launch builds it again and reports
-            log.debug("a launcher could not be built ahead: %s", error)
-
-    _launcher_builders().submit(build)
-
-
 class Template:
     """A Triton template whose epilogue Inductor fuses, launched with PDL where asked.
 
@@ -193,7 +148,7 @@ class Template:
                     self.triton_meta = {**(self.triton_meta or {}), "launch_pdl": True}
                 lines = super().jit_lines()
                 if pdl and on_real_card():
-                    _build_launcher(tuple(self.triton_meta["signature"].values()))
+                    compat_launch.build_ahead(tuple(self.triton_meta["signature"].values()))
                 return lines
 
             def store_output(self, *args: Any, **kwargs: Any) -> str:

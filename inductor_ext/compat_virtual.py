@@ -490,9 +490,12 @@ def _restore_environment(before: dict[str, str]) -> None:
 # generated kernels
 
 
-def load_kernel(source: str) -> Any:
-    """The CachingAutotuner that a generated kernel module defines, not compiled. Under a card."""
-    module = private("torch._inductor.codecache:PyCodeCache").load(source)
+def load_kernel(source: str, purpose: str = "") -> Any:
+    """The CachingAutotuner that a generated kernel module defines, not compiled. Under a card.
+
+    Modules are kept by source and ``purpose``: a kernel made for interpretation does not compile.
+    """
+    module = private("torch._inductor.codecache:PyCodeCache").load(source, extra=purpose)
     autotuner = private("torch._inductor.runtime.triton_heuristics:CachingAutotuner")
     found = [value for value in vars(module).values() if isinstance(value, autotuner)]
     if len(found) != 1:

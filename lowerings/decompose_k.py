@@ -17,7 +17,11 @@ from typing import Any
 import torch
 from inductor_ext.lowerings.decompose_k_tilings import (
     CANDIDATE,
+    DotTiling,
     Tiling,
+    dot_named,
+    dot_tiling,
+    dot_wins,
     few_splits,
     names_of,
     pick,
@@ -39,6 +43,7 @@ PARTIAL = compat_ir.Template(
     "inductor_ext_decompose_k_partial", kernels.partial_grid, kernels.PARTIAL
 )
 REDUCE = compat_ir.Template("inductor_ext_decompose_k_reduce", kernels.reduce_grid, kernels.REDUCE)
+DOT = compat_ir.Template("inductor_ext_decompose_k_dot", kernels.dot_grid, kernels.DOT)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -147,6 +152,25 @@ def _fetched(size: Sequence[Any], stride: Sequence[Any], offset: int, itemsize: 
     return ""
 
 
+def _has_layout(x: Any) -> bool:
+    return isinstance(x, _Traced) or compat_ir.has_layout(x)
+
+
+def _along_k(p: Problem) -> bool:
+    """Whether B's columns are contiguous in memory: the weight of a Linear."""
+    return _has_layout(p.b) and compat.hint(p.b.get_stride()[-2]) == 1
+
+
+def _can_dot(p: Problem) -> bool:
+    """Whether one kernel without a split can be offered: a few rows at most, B along K."""
+    rows = compat.upper_bound(p.m)
+    return p.batch is None and rows is not None and rows <= 4 and _along_k(p)
+
+
+def _is_ieee(p: Problem) -> bool:
+    return p.dtype is torch.float32 and compat.float32_precision() == "ieee"
+
+
 def _launch(p: Problem) -> tuple[bool, str]:
     """Whether PDL is used, and how B can then be fetched ahead."""
     pdl = config.pdl and compat.device_capability(p.a.get_device())[0] >= 9
@@ -170,6 +194,7 @@ def _emit(
         ahead = ""  # every row of tiles would ask again
     if ahead == "rows" and int(p.n) > tiling.block_n:
         ahead = ""  # every tile would ask again, in pieces of a row
+    precision = compat.float32_precision() if p.dtype is torch.float32 else "tf32"
     partials = PARTIAL.emit(
         [a, b],
         [tiling.splits, *p.out_size],
@@ -185,7 +210,8 @@ def _emit(
         EVEN_N=compat.statically_divisible(p.n, tiling.block_n),
         EVEN_K=static_k and int(p.k) == k_split * tiling.splits,
         BATCHED=p.batch is not None,
-        PRECISION=f"'{compat.float32_precision() if p.dtype is torch.float32 else 'tf32'}'",
+        PRECISION=f"'{precision}'",
+        ROUND_TF32=p.dtype is torch.float32 and precision == "tf32",
         INDEX=index,
         PDL=pdl,
         PREFETCH_ROWS=ahead == "rows",
@@ -226,6 +252,27 @@ def _emit_bmm(p: Problem, splits: int) -> Any:
     return compat_ir.to_dtype(total, p.out_dtype)
 
 
+def _emit_dot(p: Problem, tiling: DotTiling, pdl: bool) -> Any:
+    """IR of C from one kernel in which every program sums over all of K."""
+    a, b = compat_ir.realize(p.a), compat_ir.realize(p.b)
+    wide = any(compat.too_large_for_int32(x) for x in (a, b))
+    aligned = compat.is_static(p.k) and int(p.k) * p.dtype.itemsize % 16 == 0
+    return DOT.emit(
+        [a, b],
+        p.out_size,
+        p.out_dtype,
+        num_warps=tiling.num_warps,
+        num_stages=1,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        EVEN_N=compat.statically_divisible(p.n, tiling.block_n),
+        EVEN_K=compat.statically_divisible(p.k, tiling.block_k),
+        INDEX="tl.int64" if wide else "tl.int32",
+        PDL=pdl,
+        PREFETCH=pdl and aligned and _prefetchable(p, b) == "columns",
+    )
+
+
 def named(p: Problem, name: str) -> choosing.Candidate | None:
     """The candidate of this name, also where ``candidates`` does not offer it; None: there is none.
 
@@ -243,6 +290,11 @@ def named(p: Problem, name: str) -> choosing.Candidate | None:
         emit = functools.partial(_emit_bmm, p, splits)
         return choosing.Candidate(name, emit) if fits else None
     pdl, _ = _launch(p)
+    if match["dot"]:
+        dot, launch = dot_named(match), bool(match["dot_how"])
+        if dot is None or not _can_dot(p) or (launch and not pdl):
+            return None
+        return choosing.Candidate(name, functools.partial(_emit_dot, p, dot, launch))
     how = match["how"]
     if how.startswith("_pdl") and not pdl:
         return None
@@ -279,6 +331,15 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
             out.append(
                 choosing.Candidate(name, functools.partial(_emit, p, tiling, launch, early=early))
             )
+    dot = dot_tiling(m, n, k, compat.multiprocessors(device)) if _can_dot(p) else None
+    if dot is not None:
+        single = [
+            choosing.Candidate(
+                name, functools.partial(_emit_dot, p, dot, name.endswith("_pdl_late"))
+            )
+            for name in dot.names(pdl)
+        ]
+        out = single + out if dot_wins(m, n, k, itemsize) else out + single
     rows = [few] if (few := few_splits(ranked)) is not None else []
     if forced is not None:
         rows += [t for t in ranked if t.splits <= 64 and re.fullmatch(forced, rows_name(t))]
@@ -297,7 +358,7 @@ def candidates(p: Problem) -> list[choosing.Candidate]:
 
 
 def _layout(x: Any) -> str:
-    if not (isinstance(x, _Traced) or compat_ir.has_layout(x)):
+    if not _has_layout(x):
         return "row"  # it will be computed into memory of its own
     return choosing.layout(x.get_stride())
 
@@ -352,7 +413,8 @@ def _lower(op_name: str, p: Problem) -> Any:
     rowwise = matching.feeds_row_reduction()
 
     def heuristic() -> tuple[str, str]:
-        return pick([c.name for c in found], rowwise)
+        fma = _along_k(p) and _is_ieee(p)
+        return pick([c.name for c in found], rowwise, fma)
 
     return choosing.choose(
         NAME,
@@ -412,6 +474,7 @@ def _sizes(position: int, node: Any) -> dispatch.Sensitivity | None:
     rowwise = matching.feeds_row_reduction(node)
     pdl = config.pdl and compat.device_capability(device)[0] >= 9
     ahead = b.fetched() if pdl else ""
+    single, fma = p.batch is None and _along_k(p), _along_k(p) and _is_ieee(p)
     fixed = {name: int(size) for name, size in sizes.items() if name not in symbolic}
     name, out = node.target.overloadpacket.__name__, node.meta["val"]
     described = _described(name, dataclasses.replace(p, out_dtype=out.dtype), rowwise)
@@ -422,14 +485,16 @@ def _sizes(position: int, node: Any) -> dispatch.Sensitivity | None:
         planned = choosing.planned_choice(described, at) or ""
         match = CANDIDATE.fullmatch(planned)
         if planned == choosing.STOCK or (
-            match and (match["splits"] or tiling_named(match, *problem, itemsize))
+            match and (match["splits"] or match["dot"] or tiling_named(match, *problem, itemsize))
         ):
             return planned
         if 0 in problem or worth_it(*problem, itemsize, sms) is not None:
             return choosing.STOCK
         ranked = tilings(*problem, itemsize, sms, ahead)
         rows = [rows_name(few)] if (few := few_splits(ranked)) is not None else []
-        return pick([*names_of(ranked[0], itemsize, pdl), *rows], rowwise)[0]
+        dot = dot_tiling(at["m"], at["n"], k, sms) if single else None
+        first = dot.names(pdl) if dot and dot_wins(at["m"], at["n"], k, itemsize) else []
+        return pick([*first, *names_of(ranked[0], itemsize, pdl), *rows], rowwise, fma)[0]
 
     return dispatch.Sensitivity(f"{name} {p}", tuple(sizes[name] for name in symbolic), choice)
 

@@ -190,9 +190,51 @@ def few_splits(ranked: list[Tiling]) -> Tiling | None:
     return next((t for t in ranked if t.splits <= 64), None)
 
 
-def pick(names: Sequence[str], rowwise: bool) -> tuple[str, str]:
-    """(candidate, reason) of the heuristic out of ranked names, where splitting K is worth it."""
+@dataclasses.dataclass(frozen=True)
+class DotTiling:
+    """How the kernel without a split is cut: columns of B per program, elements of K per pass."""
+
+    block_n: int
+    block_k: int
+    num_warps: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"dot_{self.block_n}x{self.block_k}_w{self.num_warps}"
+
+    def names(self, pdl: bool) -> list[str]:
+        """Candidates, the heuristic's first."""
+        return [f"{self.name}_pdl_late", self.name] if pdl else [self.name]
+
+
+def dot_tiling(m: int, n: int, k: int, sms: int) -> DotTiling | None:
+    """Without a split, for columns of B that are contiguous in memory; None: too many rows."""
+    if m > 4:
+        return None
+    block_n = max(1, pow2(m * n // (2 * sms)) // 2)
+    return DotTiling(block_n, min(pow2(k), 16384 // block_n))
+
+
+def dot_wins(m: int, n: int, k: int, itemsize: int) -> bool:
+    """Whether one kernel beats two: one pass over K, and few bytes of B read again per row.
+
+    On the H200 at up to 8.4 MB by 1.2 to 1.6x, at 11 MB by nothing, at 15 MB it lost
+    (benchmarks/NOTES.md).
+    """
+    return k <= 8192 and m * n * k * itemsize <= 9_000_000
+
+
+def pick(names: Sequence[str], rowwise: bool, fma_along_k: bool) -> tuple[str, str]:
+    """(candidate, reason) of the heuristic out of ranked names, where splitting K is worth it.
+
+    ``fma_along_k``: B would be read across its rows without tensor cores; on the H200 1x256x7168
+    took 13.0 us so, the library 8.1 (benchmarks/NOTES.md).
+    """
     rows = next((name for name in names if name.endswith("_rowwise")), None)
+    if names[0].startswith("dot_") and not rowwise:
+        return names[0], "few rows: one program per column of B, no split"
+    if fma_along_k:
+        return "stock", "fp32 weights contiguous along K: the library is faster"
     if rowwise and rows is not None:
         return rows, "few output tiles, long K; the sum is fused into the row reduction"
     return names[0], "few output tiles, long K: one wave of programs along K"
@@ -201,7 +243,16 @@ def pick(names: Sequence[str], rowwise: bool) -> tuple[str, str]:
 CANDIDATE = re.compile(
     r"(?P<stem>split\d+_(?P<bm>\d+)x\d+x\d+_w\d+_s\d+)(?P<how>|_pdl|_pdl_late|_rowwise)"
     r"|bmm_split(?P<splits>\d+)"
+    r"|dot_(?P<dot>\d+x\d+_w\d+)(?P<dot_how>|_pdl_late)"
 )
+
+
+def dot_named(match: re.Match[str]) -> DotTiling | None:
+    """The tiling without a split in a candidate's name, None where no kernel has these numbers."""
+    block_n, block_k, warps = (int(x) for x in re.findall(r"\d+", match["dot"]))
+    powers = all(x > 0 and x & (x - 1) == 0 for x in (block_n, block_k, warps))
+    fits = powers and block_n * block_k <= 32768 and warps <= 16
+    return DotTiling(block_n, block_k, warps) if fits else None
 
 
 def tiling_named(

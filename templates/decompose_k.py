@@ -3,6 +3,10 @@
     P[s] = A[:, K_s] B[K_s, :]      fp32, one program per (tile of C, s, batch)
     C    = epilogue(sum_s P[s])     one program per run of XBLOCK consecutive elements of C
 
+For very few rows and a B contiguous along K (the weight of nn.Linear), one kernel without a split:
+
+    C[m, n] = epilogue(sum_k A[m, k] B[k, n])    one program per (BLOCK_N columns, m)
+
 The partials have their own buffer, so an element becomes final in exactly one place: Inductor fuses
 bias, activation, residual and casts onto that store. No atomics: the same bits every run.
 
@@ -14,7 +18,28 @@ finished" carries over a chain of such kernels. Before the wait only a prefetch 
 L2 is where all SMs meet, so a line fetched too early is updated, never stale.
 """
 
-PARTIAL = r"""
+PREFETCH = r"""
+{#- Bulk prefetch into L2, one piece of ``elements`` contiguous elements of B per thread. Threads
+    beyond the number of pieces hold copies and stay out. -#}
+{%- macro prefetch(pieces, wanted, start, elements) %}
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $3;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [{{start}},
+         tl.zeros(({{pieces}},), tl.int32)
+         + ({{elements}}) * (B.dtype.element_ty.primitive_bitwidth // 8),
+         tl.where({{wanted}}, {{pieces}}, 0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+{%- endmacro %}
+"""
+
+PARTIAL = (
+    PREFETCH
+    + r"""
 {% set in_m, in_n = "(rm[:, None] < M)", "(rn[None, :] < N)" %}
 {% set masks_a = ([] if EVEN_M else [in_m]) + ([] if EVEN_K else ["(rk[None, :] < K)"]) %}
 {% set masks_b = ([] if EVEN_K else ["(rk[:, None] < K)"]) + ([] if EVEN_N else [in_n]) %}
@@ -42,30 +67,14 @@ PARTIAL = r"""
     A += idx_b * {{stride("A", 0)}}
     B += idx_b * {{stride("B", 0)}}
 {% endif %}
-{% if PREFETCH_ROWS or PREFETCH_COLUMNS %}
-{# Each program asks for its part of B: pieces of 64 contiguous rows, or one run per column. Threads
-   beyond the number of pieces hold copies and stay out. #}
+{# Each program asks for its part of B: pieces of 64 contiguous rows, or one run per column. #}
 {% if PREFETCH_ROWS %}
     piece = tl.arange(0, PIECES)
     first = k_first + piece * 64
-    wanted = (piece * 64 < k_split) & (first + 64 <= K)
-    start = B + first * N
-    nbytes = 64 * N * B.dtype.element_ty.primitive_bitwidth // 8
-{% else %}
-    piece = tl.arange(0, PIECES)
-    wanted = (rn < N) & (k_first + k_split <= K)
-    start = B + rn * {{stride("B", -1)}} + k_first
-    nbytes = k_split * B.dtype.element_ty.primitive_bitwidth // 8
-{% endif %}
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $3;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [start, tl.zeros((PIECES,), tl.int32) + nbytes, tl.where(wanted, PIECES, 0)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+{{prefetch("PIECES", "(piece * 64 < k_split) & (first + 64 <= K)", "B + first * N", "64 * N")}}
+{% elif PREFETCH_COLUMNS %}
+{{prefetch("BLOCK_N", "(rn < N) & (k_first + k_split <= K)",
+           "B + rn * " ~ stride("B", -1) ~ " + k_first", "k_split")}}
 {% endif %}
 {% if PDL %}
     tl.extra.cuda.gdc_wait()
@@ -77,6 +86,13 @@ PARTIAL = r"""
                     {%- if masks_a %}, mask={{masks_a | join(" & ")}}, other=0.0{% endif %})
         b = tl.load(B + rk[:, None] * {{stride("B", -2)}} + rn[None, :] * {{stride("B", -1)}}
                     {%- if masks_b %}, mask={{masks_b | join(" & ")}}, other=0.0{% endif %})
+{% if ROUND_TF32 %}
+{# Tensor cores cut fp32 off to tf32; the library rounds, and cutting is 2.6 times less exact. #}
+{% for x in ("a", "b") %}
+        bits = {{x}}.to(tl.int32, bitcast=True) + 0x1000
+        {{x}} = tl.where({{x}} == {{x}}, (bits & -0x2000).to(tl.float32, bitcast=True), {{x}})
+{% endfor %}
+{% endif %}
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     idx_m = rm[:, None]
     idx_n = rn[None, :]
@@ -85,6 +101,7 @@ PARTIAL = r"""
     {{store_output(("idx_s", "idx_b", "idx_m", "idx_n") if BATCHED else ("idx_s", "idx_m", "idx_n"),
                    "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
 """
+)
 
 
 def partial_grid(*sizes_and_meta, cdiv):
@@ -93,6 +110,44 @@ def partial_grid(*sizes_and_meta, cdiv):
     splits, m, n = sizes[0], sizes[-2], sizes[-1]
     batch = sizes[1] if len(sizes) == 4 else 1
     return (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), splits, batch)
+
+
+DOT = (
+    PREFETCH
+    + r"""
+{% set masks = ([] if EVEN_N else ["(idx_n[:, None] < N)"]) + ([] if EVEN_K else ["(k < K)"]) %}
+{{def_kernel("A", "B")}}
+    N = {{size("B", -1)}}
+    K = {{size("A", -1)}}
+    idx_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(INDEX)
+    idx_m = tl.program_id(1) + tl.zeros((BLOCK_N,), INDEX)
+    row = A + tl.program_id(1).to(INDEX) * {{stride("A", -2)}}
+{% if PREFETCH %}
+{{prefetch("BLOCK_N", "(idx_n < N) & (tl.program_id(1) == 0)",
+           "B + idx_n * " ~ stride("B", -1), "K")}}
+{% endif %}
+{% if PDL %}
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+{% endif %}
+    products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = (first + tl.arange(0, BLOCK_K)).to(INDEX)[None, :]
+        a = tl.load(row + k * {{stride("A", -1)}}
+                    {%- if not EVEN_K %}, mask=k < K, other=0.0{% endif %})
+        b = tl.load(B + k * {{stride("B", -2)}} + idx_n[:, None] * {{stride("B", -1)}}
+                    {%- if masks %}, mask={{masks | join(" & ")}}, other=0.0{% endif %})
+        products += a.to(tl.float32) * b.to(tl.float32)
+    acc = tl.sum(products, 1)
+    mask = {{"tl.full((BLOCK_N,), True, tl.int1)" if EVEN_N else "idx_n < N"}}
+    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N",))}}
+"""
+)
+
+
+def dot_grid(m, n, meta, *, cdiv):
+    """One program per (BLOCK_N columns of B, row of A)."""
+    return (cdiv(n, meta["BLOCK_N"]), m, 1)
 
 
 REDUCE = r"""

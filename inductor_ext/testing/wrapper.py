@@ -115,7 +115,7 @@ class _Kernels:
 class _Launch:
     def __init__(self, name: str, source: str, run: Callable[..., None]) -> None:
         self.name = name
-        self.autotuner = compat_virtual.load_kernel(source)
+        self.autotuner = compat_virtual.load_kernel(source, "interpret")
         self._run = run
 
     def run(self, *args: Any, stream: Any = None, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inductor_ext.testing import compile_for
+from inductor_ext.testing import compile_for, run_interpreted
 
 
 def test_pointwise_moves_16_bytes_at_a_time():
@@ -57,3 +57,11 @@ def test_every_configuration():
     assert len(every) > 1 and len({k.config for k in every}) == len(every)
     with pytest.raises(ValueError, match='"first" or "all", got \'best\''):
         code.cross_compile(configs="best")
+
+
+def test_a_program_is_interpreted_and_compiled_in_one_process():
+    a, b = torch.randn(16, 2048).bfloat16(), torch.randn(2048, 16).bfloat16()
+    code = compile_for("h200", lambda a, b: torch.relu(a @ b), a, b)
+    for _ in range(2):
+        run_interpreted(code, a, b)
+        assert all(kernel.spills == 0 for kernel in code.cross_compile())
