@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from inductor_ext.lowerings import decompose_k
+from inductor_ext.lowerings import decompose_k_candidates as decompose_k
 
 from inductor_ext.testing import compile_for, run_interpreted
 
