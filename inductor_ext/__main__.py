@@ -24,6 +24,10 @@ COMMANDS = {
         "inductor_ext.demo:main", "compile the MoE-router example, show what it became"
     ),
     "doctor": Command("inductor_ext.doctor:main", "check this machine and this installation"),
+    "explain": Command(
+        "inductor_ext.explain_cli:main", "what a compile decides and why; JSON, plot"
+    ),
+    "tune": Command("inductor_ext.tune_cli:main", "measure a program here, write a plan"),
     "plan": Command("inductor_ext.plan_cli:main", "show, check, merge or compare plan files"),
     "bench": Command("inductor_ext.__main__:bench", "run this checkout's benchmarks (on a card)"),
 }
@@ -35,7 +39,8 @@ def bench(argv: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", help="benchmarks to run (default: all)")
     wanted = parser.parse_args(argv).names
     root = Path(__file__).resolve().parent.parent
-    scripts = [p.stem for p in sorted((root / "benchmarks").glob("*.py")) if p.stem[0] != "_"]
+    found = sorted((root / "benchmarks").glob("*.py"))
+    scripts = [p.stem for p in found if '__name__ == "__main__"' in p.read_text(encoding="utf-8")]
     if not scripts:
         return _error("bench needs a checkout of the repository: the wheel holds no benchmarks.")
     if unknown := [name for name in wanted if name not in scripts]:

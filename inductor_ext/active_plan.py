@@ -7,6 +7,7 @@ it covers. All of them are part of Inductor's cache keys.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,11 +16,12 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from . import agreement, compat, config
-from .plan import Box, Key, Plan, PlanError
+from .plan import Bounds, Box, Entry, Key, Plan, PlanError
 
 ENVIRONMENT = "INDUCTOR_EXT_PLAN"
 
@@ -164,6 +166,31 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
+_consulted: list[list[Entry]] = []
+
+
+@contextlib.contextmanager
+def consulted() -> Iterator[list[Entry]]:
+    """The entries whose ranges answer compiles of this process while open, each once."""
+    found: list[Entry] = []
+    with _lock:
+        _consulted.append(found)
+    try:
+        yield found
+    finally:
+        with _lock:
+            _consulted[:] = [c for c in _consulted if c is not found]
+
+
+def _answer(loaded: Loaded, box: Box, name: str) -> Answer:
+    with _lock:
+        for found in _consulted:
+            for entry in loaded.plan.entries:
+                if any(b is box for b in entry.boxes) and all(e is not entry for e in found):
+                    found.append(entry)
+    return Answer(box, name)
+
+
 def find(key: Key | None, dims: dict[str, int]) -> Answer | None:
     """What the plans say; None where only the shipped one is there and does not cover it.
 
@@ -180,7 +207,7 @@ def find(key: Key | None, dims: dict[str, int]) -> Answer | None:
         elif why := loaded.unfit(card):
             reason = reason or why
         elif (box := loaded.plan.find(key, dims)) is not None:
-            return Answer(box, loaded.name)
+            return _answer(loaded, box, loaded.name)
         else:
             reason = reason or loaded.plan.why_not(key, dims)
     if key is not None and card is not None and config.shipped_plan:
@@ -188,5 +215,39 @@ def find(key: Key | None, dims: dict[str, int]) -> Answer | None:
         if ours is not None and not ours.unfit(card):
             box = ours.plan.find(key, dims)
             if box is not None:
-                return Answer(box, "the shipped plan")
+                return _answer(ours, box, "the shipped plan")
     return Answer(None, user[-1].name, reason) if user else None
+
+
+class Ranges(NamedTuple):
+    """What the plans say about a problem over all values of some sizes.
+
+    ``boxes`` are (box, its bounds of these sizes, name of the plan), the first that holds decides.
+    ``elsewhere`` says why the plans may not cover the rest; None where no plan of the user's is in
+    force, so that nothing need be said.
+    """
+
+    boxes: tuple[tuple[Box, tuple[Bounds, ...], str], ...]
+    elsewhere: str | None
+
+
+def ranges_of(key: Key, dims: dict[str, int], names: Sequence[str]) -> Ranges:
+    """The plans' boxes over all values of the sizes ``names``; ``dims`` as for ``find``.
+
+    Raises ``agreement.Disagreement`` where another rank compiles with other plans.
+    """
+    answer = find(key, dims)  # compares the ranks' plans, and says why nothing holds here
+    card = compat.card_name()
+    ours = shipped(card) if card is not None and config.shipped_plan else None
+    plans = [(p, p.name) for p in reversed(user_plans())]
+    plans += [] if ours is None else [(ours, "the shipped plan")]
+    fixed = {name: size for name, size in dims.items() if name not in names}
+    found = []
+    for loaded, name in plans:
+        if not loaded.unfit(card):
+            for box, bounds in loaded.plan.boxes_of(key, fixed, names):
+                found.append((box, bounds, _answer(loaded, box, name).plan))
+    if not user_plans():
+        return Ranges(tuple(found), None)
+    reason = "" if answer is None else answer.reason
+    return Ranges(tuple(found), reason if reason and not found else "sizes outside its ranges")

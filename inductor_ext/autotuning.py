@@ -14,13 +14,16 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from . import choosing, compat, compat_ir, matching, plan, registry
+from . import choosing, compat, compat_ir, matching, plan, ranged_op, registry
+
+log = logging.getLogger("inductor_ext")
 
 
 class CustomOpConfig:
@@ -55,6 +58,16 @@ class _Registration:
     input_gen_fns: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
     min_speedup: float
     include_fallback: bool
+    dispatch_on: ranged_op.DispatchOn | None
+
+    def how(self) -> choosing.Measure:
+        """How a site is measured."""
+        return choosing.Measure(
+            always=True,
+            threshold=self.min_speedup,
+            stock_may_win=self.include_fallback,
+            input_gen_fns=self.input_gen_fns,
+        )
 
     def candidates_for(self, fakes: dict[str, torch.Tensor]) -> Sequence[Any]:
         if self.configs is not None:
@@ -65,6 +78,7 @@ class _Registration:
     def salt(self) -> str:
         """Functions of the user's decide what is compiled; their text belongs to the cache key."""
         parts = [self.name, str(self.op), str(self.min_speedup), str(self.include_fallback)]
+        parts.append(str(self.dispatch_on))
         functions = [self.config_generator] if self.config_generator else []
         for config in self.configs or ():
             functions.append(config.decomposition)
@@ -141,8 +155,21 @@ def register_custom_op_autotuning(
     serves as the reference: the fastest right candidate is taken, or the first where nothing can be
     measured. Outputs are as deterministic as what is chosen.
 
-    Raises TypeError for a wrong kind of argument, ValueError for contradictory ones, and
-    NotImplementedError for ``dispatch_on``/``split_points``, which this version does not have.
+    ``dispatch_on={"tensor_name": "x", "dim": 0}`` lets the choice depend on that size of x (a
+    negative ``dim`` counts from the end) where it is one dynamic dimension or an expression of one:
+    the compiled program has one branch on the host around the operation and what fuses behind it,
+    and runs for every size without compiling anew. The ranges are ``split_points`` (at most 7, each
+    the last size of its range), each scored by the geometric mean at three sizes; left out, they
+    are found by a sweep and bisection, at most 8. All tensors that share the dimension are resized.
+    Sizes beyond ``range_upper_bound`` (default 65536), or beyond what fits into 80% of the card's
+    free memory, are not measured and get the last range's choice. A static size is measured as it
+    is. Ranges of a loaded plan come before, and then nothing is measured. A candidate that compares
+    a dynamic size in Python is none, and the report says so: it would make the graph hold for some
+    sizes only.
+
+    Raises TypeError for a wrong kind of argument, ValueError for contradictory ones; a ``dim`` that
+    the tensor does not have is an IndexError when a graph is compiled: a warning and stock code,
+    as for every failure then.
     """
     op = getattr(custom_op, "_opoverload", custom_op)
     if not isinstance(op, torch._ops.OpOverload):
@@ -151,8 +178,7 @@ def register_custom_op_autotuning(
         )
     if (configs is None) == (config_generator is None):
         raise ValueError("expected exactly one of configs and config_generator")
-    if dispatch_on is not None or split_points is not None:
-        raise NotImplementedError("dispatch_on and split_points are not available in this version")
+    ranged = ranged_op.checked(dispatch_on, split_points, op)
     if min_speedup_threshold < 1.0:
         raise ValueError(f"expected min_speedup_threshold >= 1, got {min_speedup_threshold}")
     arguments = [a.name for a in op._schema.arguments]
@@ -169,6 +195,7 @@ def register_custom_op_autotuning(
         dict(input_gen_fns or {}),
         min_speedup_threshold,
         include_fallback,
+        ranged,
     )
     for other in [o for o, r in _registrations.items() if o is not op and r.name == entry.name]:
         if other._name == op._name:  # defined anew, as when a notebook cell runs twice
@@ -180,7 +207,12 @@ def register_custom_op_autotuning(
         entry.name = _registrations[op].name
     if not known:
         registry.register(
-            registry.Lowering(entry.name, {op: lambda *a, **k: _lower(op, *a, **k)}), first=True
+            registry.Lowering(
+                entry.name,
+                {op: lambda *a, **k: _lower(op, *a, **k)},
+                sizes={op: functools.partial(_sizes, op)},
+            ),
+            first=True,
         )
     _registrations[op] = entry
     registry.add_salt(f"custom_op {op}", entry.salt)
@@ -205,21 +237,22 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
     bound = {**dict(zip(arguments, args, strict=False)), **kwargs}
     tensors = {n: v for n, v in bound.items() if compat_ir.is_tensor_ir(v)}
     scalars = {n: v for n, v in bound.items() if n not in tensors}
-    sizes = " ".join("[" + ",".join(str(s) for s in t.get_size()) + "]" for t in tensors.values())
-    site = f"{op} {sizes}"
+    site = _site(op, tensors)
     if any(compat_ir.holds_tensor_ir(v) for v in scalars.values()):
         return choosing.leave(entry.name, site, "an argument is a list of tensors")
     if not tensors:
         return choosing.leave(entry.name, site, "the operation has no tensor input")
+    if entry.dispatch_on is not None:
+        size = _dispatched_size(entry.dispatch_on, tensors)
+        if compat.has_unbacked([size]):
+            return choosing.leave(entry.name, site, f"{size}, which decides, depends on data")
     for tensor in tensors.values():
         compat_ir.realize(tensor)
     fakes = {n: compat_ir.fake_of(t) for n, t in tensors.items()}
     configs = entry.candidates_for(fakes)
     if not configs:
         return choosing.leave(entry.name, site, "the generator returned no config")
-    names: dict[str, Any] = {}
-    for config in configs:
-        names[_unique(_name(config), names)] = config
+    names = _named(configs)
     node = compat.current_node()
 
     def emit(config: Any) -> Any:
@@ -238,14 +271,86 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
         candidates,
         lambda: unmeasured,
         key=f"{entry.salt()} {site} {matching.consumers_key()}",
-        measure=choosing.Measure(
-            always=True,
-            threshold=entry.min_speedup,
-            stock_may_win=entry.include_fallback,
-            input_gen_fns=entry.input_gen_fns,
-        ),
+        measure=entry.how(),
         problem=_described(entry, tensors, scalars),
     )
+
+
+def _site(op: Any, tensors: Mapping[str, Any]) -> str:
+    sizes = " ".join("[" + ",".join(str(s) for s in t.get_size()) + "]" for t in tensors.values())
+    return f"{op} {sizes}"
+
+
+def _named(configs: Sequence[Any]) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for config in configs:
+        names[_unique(_name(config), names)] = config
+    return names
+
+
+def _dispatched_size(on: ranged_op.DispatchOn, tensors: Mapping[str, Any]) -> Any:
+    """The size that the choice depends on."""
+    if on.tensor not in tensors:
+        raise ValueError(f"expected a tensor as {on.tensor!r}, which dispatch_on names, got none")
+    size = tensors[on.tensor].get_size()
+    if not -len(size) <= on.dim < len(size):
+        raise IndexError(
+            f"expected dispatch_on's dim below {len(size)} for {on.tensor!r}, got {on.dim}"
+        )
+    return size[on.dim]
+
+
+def _sizes(op: Any, node: Any) -> Any:
+    """How the choice at a call in the fx graph depends on its sizes."""
+    entry = _registrations[op]
+    if entry.dispatch_on is None:
+        return None
+    arguments = [a.name for a in op._schema.arguments]
+    bound = {**dict(zip(arguments, node.args, strict=False)), **node.kwargs}
+    factors = {
+        n: matching.Traced(v)
+        for n, v in bound.items()
+        if isinstance(getattr(v, "meta", {}).get("val"), torch.Tensor)
+    }
+    scalars = {n: v for n, v in bound.items() if n not in factors}
+    if any(isinstance(v, torch.fx.Node) for v in torch.utils._pytree.tree_leaves(scalars)):
+        return None
+    size = _dispatched_size(entry.dispatch_on, factors)
+    if compat.has_unbacked([s for t in factors.values() for s in t.get_size()]):
+        return None
+    fakes = {n: t.value for n, t in factors.items()}
+    names, note = [], ""
+    for name, config in _named(entry.candidates_for(fakes)).items():
+        try:
+            if not compat.is_static(size):
+                with compat.no_new_guards():
+                    _trace(op, config, fakes, scalars)
+        except compat.SizeDecides as error:
+            note = f"{name} is no candidate, it compares a dynamic size in Python ({error})"
+            continue
+        except Exception:  # the measurement will say so
+            log.debug("tracing %s for %s failed", name, op, exc_info=True)
+        names.append(name)
+    if not names:
+        return None
+    problem = _described(entry, factors, scalars)
+    site = _site(op, factors)
+    symbols = compat.symbols_of(size)
+    others = [compat.hint(s) for s in problem.dims.values() if compat.symbols_of(s) - symbols]
+    bounds = [compat.bounds(s) for s in sorted(symbols, key=str)]
+    return ranged_op.OpSite(
+        entry.name,
+        site,
+        node,
+        entry.dispatch_on,
+        size,
+        problem,
+        names,
+        entry.how(),
+        choosing.STOCK if entry.include_fallback else names[0],
+        note,
+        f"{entry.salt()} {site} {scalars} {matching.consumers_key(node)} {others} {bounds}",
+    ).sensitivity()
 
 
 def _described(
@@ -282,22 +387,17 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
     return unique
 
 
-def _inline(
-    op: Any,
-    config: Any,
-    tensors: dict[str, Any],
-    fakes: dict[str, Any],
-    scalars: dict[str, Any],
-    node: Any,
-) -> Any:
-    """Trace a candidate on fake tensors and lower it in place of the operation.
+def _trace(
+    op: Any, config: Any, fakes: Mapping[str, Any], scalars: Mapping[str, Any]
+) -> compat_ir.Traced:
+    """A candidate traced on fake tensors.
 
     Tensors that lead the schema go by position (a decomposition may name them as it likes), the
     others by name, as everything that is no tensor.
     """
     fn = config.decomposition or op
     settings = {**scalars, **config.params}
-    names = list(tensors)
+    names = list(fakes)
     leading = 0
     for argument, name in zip(op._schema.arguments, names, strict=False):
         if argument.name != name or argument.kwarg_only:
@@ -308,7 +408,19 @@ def _inline(
         by_name = dict(zip(names[leading:], inputs[leading:], strict=True))
         return fn(*inputs[:leading], **by_name, **settings)
 
-    traced = compat_ir.trace(call, list(fakes.values()))
+    return compat_ir.trace(call, list(fakes.values()))
+
+
+def _inline(
+    op: Any,
+    config: Any,
+    tensors: dict[str, Any],
+    fakes: dict[str, Any],
+    scalars: dict[str, Any],
+    node: Any,
+) -> Any:
+    """Trace a candidate on fake tensors and lower it in place of the operation."""
+    traced = _trace(op, config, fakes, scalars)
     _same_outputs(traced.outputs, node.meta["val"])
     with _inside(op):
         return compat_ir.inline(traced.gm, list(tensors.values()), config.config_patches)

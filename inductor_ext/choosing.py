@@ -97,6 +97,10 @@ def force_here(lowering: str, name: str) -> Iterator[None]:
         _forced_here.choices = before
 
 
+def _exact(lowering: str) -> str | None:
+    return getattr(_forced_here, "choices", {}).get(lowering)
+
+
 def forced_salt() -> str:
     """Forced choices change generated code, so they belong to the cache key."""
     return repr(sorted(_forced.items()))
@@ -128,7 +132,7 @@ def forced_choice(lowering: str) -> str | None:
     """The pattern a lowering's choice is forced to, if any."""
     if getattr(_forced_here, "recorder", None) is not None:
         return STOCK
-    return getattr(_forced_here, "choices", {}).get(lowering) or _forced.get(lowering)
+    return _exact(lowering) or _forced.get(lowering)
 
 
 def leave(lowering: str, site: str, reason: str) -> None:
@@ -137,6 +141,24 @@ def leave(lowering: str, site: str, reason: str) -> None:
 
 
 RANGES = "inductor_ext_ranges"  # in the meta of an fx node: one choice for all its sizes
+DECIDED = "inductor_ext_decided"  # the same: {lowering: Decided}, where no rule made that choice
+
+
+class Decided(NamedTuple):
+    """A choice for all sizes of a dynamic site, made before it is lowered."""
+
+    name: str
+    source: str
+    reason: str
+    times: tuple[report.CandidateTime, ...] = ()
+
+
+def decided(lowering: str) -> Decided | None:
+    """What was decided about the site being lowered; None: nothing, or something is forced."""
+    node = compat.current_node()
+    if node is None or forced_choice(lowering) is not None:
+        return None
+    return node.meta.get(DECIDED, {}).get(lowering)
 
 
 def _ranges() -> tuple[report.SizeRange, ...]:
@@ -167,9 +189,16 @@ def choose(
             recorder(lowering, site, problem, list(by_name), measure)
         return None
     times: tuple[report.CandidateTime, ...] = ()
-    pattern = forced_choice(lowering)
-    planned = _planned(problem, by_name) if pattern is None else None
-    if pattern is not None:
+    pattern, made_before = forced_choice(lowering), decided(lowering)
+    planned = _planned(problem, by_name) if pattern is None and made_before is None else None
+    if made_before is not None:
+        name, source, reason, times = made_before
+        if name != STOCK and name not in by_name:
+            made = None if problem is None else problem.named(name)
+            if made is None:
+                raise LookupError(f"{name} was decided on, and it is no candidate here")
+            by_name[name] = made
+    elif pattern is not None:
         source = "forced"
         if problem is not None and not any(re.fullmatch(pattern, n) for n in [STOCK, *by_name]):
             # A plain name need not be on the short list.
@@ -177,6 +206,9 @@ def choose(
             by_name.update({made.name: made} if made else {})
         name = next((n for n in [STOCK, *by_name] if re.fullmatch(pattern, n)), STOCK)
         reason = f"forced to {pattern}"
+        if name == STOCK and pattern != STOCK and pattern == _exact(lowering):
+            # Timed or emitted as a branch, stock would go by the name of what is missing.
+            raise LookupError(f"no candidate of {lowering} is called {pattern} here")
         if name == STOCK and not re.fullmatch(pattern, STOCK):
             reason += f", which matches none of {', '.join(by_name)}"
     elif planned is not None and planned.name:
@@ -199,13 +231,6 @@ def choose(
         report.Decision(lowering, name != STOCK, name, reason, site, source, times, _ranges())
     )
     return out
-
-
-def planned_choice(problem: Problem, at: Mapping[str, int]) -> str | None:
-    """The candidate that the plans name where the ranged sizes are ``at``; None: none of them."""
-    dims = {name: at[name] if name in at else compat.hint(s) for name, s in problem.dims.items()}
-    answer = active_plan.find(problem.key, dims)
-    return None if answer is None or answer.box is None else answer.box.choice
 
 
 class _Planned(NamedTuple):

@@ -264,6 +264,25 @@ def bounds(expr: Any) -> tuple[int, int | None]:
     )
 
 
+class SizeDecides(Exception):
+    """Python code compared a dynamic size: what follows would hold for some sizes only."""
+
+
+@contextlib.contextmanager
+def no_new_guards() -> Iterator[None]:
+    """SizeDecides is raised where a guard on a size would be taken."""
+    env = shape_env()
+
+    def refuse(expr: Any, value: Any) -> None:
+        raise SizeDecides(f"{expr} was asked for")
+
+    env._check_frozen = refuse  # asked before every guard is added
+    try:
+        yield
+    finally:
+        del env._check_frozen
+
+
 def statically_divisible(expr: Any, by: int) -> bool:
     """Whether a size is a multiple of ``by`` for every value it can take."""
     if is_static(expr):
@@ -282,7 +301,12 @@ def wants_measurement() -> bool:
 
 def ahead_of_time() -> bool:
     """Whether the wrapper is C++ (AOTInductor or cpp_wrapper): a launch there has no attributes."""
-    return bool(graph().aot_mode or graph().cpp_wrapper)
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    in_pass = bool(V.aot_compilation) or config.cpp_wrapper  # there is no graph yet
+    cpp_wrapper = getattr(graph(), "cpp_wrapper", in_pass)
+    return bool(getattr(graph(), "aot_mode", in_pass) or cpp_wrapper)
 
 
 def float32_precision() -> str:

@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from . import compat_launch
-from .compat import graph, hint, lowering_of, on_real_card
+from .compat import graph, hint, lowering_of, on_real_card, shape_env
 
 # --- building IR ----------------------------------------------------------------------------------
 
@@ -258,7 +258,8 @@ def compile_region(gm: torch.fx.GraphModule, fake_inputs: Sequence[Any]) -> Call
     """Compile an already decomposed fx graph inside a running compile; returns ``f(*tensors)``.
 
     Uses the same lowering and code generation as the graph around it, under its config, so what is
-    measured is what the outer compile emits for the same nodes.
+    measured is what the outer compile emits for the same nodes. In a graph pass, where there is no
+    graph around it yet, it is compiled as for inference.
     """
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
@@ -267,9 +268,9 @@ def compile_region(gm: torch.fx.GraphModule, fake_inputs: Sequence[Any]) -> Call
     lowering = GraphLowering(
         gm,
         example_inputs=list(fake_inputs),
-        shape_env=outer._shape_env,
-        is_inference=outer.is_inference,
-        is_backward=outer.is_backward,
+        shape_env=shape_env(),
+        is_inference=getattr(outer, "is_inference", True),
+        is_backward=getattr(outer, "is_backward", False),
         name="inductor_ext_candidate",
     )
     with V.set_graph_handler(lowering):

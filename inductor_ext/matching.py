@@ -95,9 +95,9 @@ def _over_last(node: Any) -> bool:
     return [d % source.dim() for d in dims if isinstance(d, int)] == [source.dim() - 1]
 
 
-def consumers_key() -> str:
-    """What follows the current node, as text: part of the key of a measurement."""
-    node = compat.current_node()
+def consumers_key(node: Any = None) -> str:
+    """What follows a node (default: the one being lowered), as text: for a measurement's key."""
+    node = compat.current_node() if node is None else node
     if node is None:
         return ""
     parts = []
@@ -275,16 +275,45 @@ def _is_random(node: Any) -> bool:
     )
 
 
+def _first(node: Any) -> Any:
+    """What a node computes; of several outputs the first."""
+    values = node.meta.get("val")
+    return values[0] if isinstance(values, (tuple, list)) and values else values
+
+
 def _fuses(node: Any, site: Any) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
-    values = node.meta.get("val")
-    first = values[0] if isinstance(values, (tuple, list)) and values else values
-    if not isinstance(first, torch.Tensor) or first.device != site.meta["val"].device:
+    first, at_site = _first(node), _first(site)
+    if not isinstance(first, torch.Tensor) or first.device != at_site.device:
         return False
     return is_pointwise(node) or node.target in _FREE_VIEWS or str(node.target) in _REDUCTIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A tensor in the fx graph, with what lowerings ask of IR."""
+
+    node: Any
+
+    @property
+    def value(self) -> Any:
+        """The fake tensor."""
+        return self.node.meta["val"]
+
+    def get_size(self) -> list[Any]:
+        return [compat.expr(s) for s in self.value.shape]
+
+    def get_stride(self) -> list[Any]:
+        return [compat.expr(s) for s in self.value.stride()]
+
+    def get_dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    def get_device(self) -> torch.device:
+        return self.value.device
 
 
 def viewed(node: Any) -> Any:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 Bounds = tuple[int, "int | None"]  # both inclusive; None: unbounded
@@ -65,7 +65,7 @@ class Box:
     def overlaps(self, other: Box) -> bool:
         """Whether a point lies in both; they bound the same sizes."""
         theirs = dict(other.bounds)
-        return all(_common(bounds, theirs[name]) is not None for name, bounds in self.bounds)
+        return all(intersection(bounds, theirs[name]) is not None for name, bounds in self.bounds)
 
     def nearest_times(self, sizes: Mapping[str, int]) -> tuple[str, Mapping[str, float]]:
         """The measured point nearest to ``sizes`` on a log scale, and its times."""
@@ -95,7 +95,8 @@ def show(bounds: Bounds) -> str:
     return str(low) if low == high else f"{low}..{'' if high is None else high}"
 
 
-def _common(a: Bounds, b: Bounds) -> Bounds | None:
+def intersection(a: Bounds, b: Bounds) -> Bounds | None:
+    """What lies within both; None: nothing."""
     low = max(a[0], b[0])
     highs = [high for high in (a[1], b[1]) if high is not None]
     high = min(highs) if highs else None
@@ -172,6 +173,26 @@ class Plan:
         ]
         return min(found)[2] if found else None
 
+    def boxes_of(
+        self, key: Key, fixed: Mapping[str, int], names: Sequence[str]
+    ) -> list[tuple[Box, tuple[Bounds, ...]]]:
+        """The boxes that hold at ``fixed`` sizes, with their bounds of the others in ``names``.
+
+        In the order in which ``find`` takes them: where two overlap, the first decides. A size that
+        is static in an entry has bounds of one value.
+        """
+        here = {**dict(key.sizes), **fixed}
+        found: list[tuple[Box, tuple[Bounds, ...]]] = []
+        for entry in sorted(self.entries, key=lambda e: len(e.dims)):
+            static: dict[str, Bounds] = {name: (size, size) for name, size in entry.key.sizes}
+            sizes = {**here, **{name: static.get(name, (0, 0))[0] for name in names}}
+            if _same_problem(entry, key, sizes):
+                for box in entry.boxes:
+                    bounds = {**static, **dict(box.bounds)}
+                    if all(within(size, bounds[name]) for name, size in here.items()):
+                        found.append((box, tuple(bounds[name] for name in names)))
+        return found
+
     def lookup(self, key: Key, dims: Mapping[str, int]) -> str | None:
         """The candidate for a problem at these values of its ranged sizes; None: not covered."""
         box = self.find(key, dims)
@@ -245,7 +266,7 @@ def _same_problem(entry: Entry, key: Key, sizes: Mapping[str, int]) -> bool:
 
 def _merge_entries(mine: Entry, theirs: Entry) -> Entry:
     older, newer = (mine, theirs) if mine.measured <= theirs.measured else (theirs, mine)
-    kept = [part for box in older.boxes for part in _outside(box, newer.boxes)]
+    kept = [part for box in older.boxes for part in outside(box, newer.boxes)]
     boxes = sorted([*newer.boxes, *kept], key=lambda box: [low for _, (low, _) in box.bounds])
     return dataclasses.replace(
         newer,
@@ -254,7 +275,7 @@ def _merge_entries(mine: Entry, theirs: Entry) -> Entry:
     )
 
 
-def _outside(box: Box, taken: tuple[Box, ...]) -> list[Box]:
+def outside(box: Box, taken: tuple[Box, ...]) -> list[Box]:
     """The parts of a box that none of ``taken`` covers, each with its own times."""
     parts = [dict(box.bounds)]
     for other in taken:
@@ -277,7 +298,7 @@ def _subtract(part: dict[str, Bounds], other: dict[str, Bounds]) -> Iterator[dic
     """``part`` without ``other``, cut along one size after another."""
     inside: dict[str, Bounds] = {}
     for name, bounds in part.items():
-        common = _common(bounds, other[name])
+        common = intersection(bounds, other[name])
         if common is None:
             yield part
             return
@@ -298,11 +319,11 @@ def _differences(key: Key, old: Entry | None, new: Entry | None) -> Iterator[Cha
         theirs = dict(box.bounds)
         for other in news:
             if box.overlaps(other) and box.choice != other.choice:
-                common = tuple((n, _common(theirs[n], b)) for n, b in other.bounds)
+                common = tuple((n, intersection(theirs[n], b)) for n, b in other.bounds)
                 where = Box(common, "")  # type: ignore[arg-type]  # they overlap
                 yield Change(key, str(where), box.choice, other.choice)
-        for part in _outside(box, news):
+        for part in outside(box, news):
             yield Change(key, str(part), box.choice, None)
     for box in news:
-        for part in _outside(box, olds):
+        for part in outside(box, olds):
             yield Change(key, str(part), None, box.choice)

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from . import plan_file
+from . import plan_file, plots
 from .plan import Box, Plan, PlanError
 
 
@@ -27,7 +27,8 @@ def _console() -> Console:
     )  # fmt: skip
 
 
-def _headline(plan: Plan) -> str:
+def headline(plan: Plan) -> str:
+    """A plan in one line."""
     boxes = sum(len(entry.boxes) for entry in plan.entries)
     return (
         f"{plan.card}, torch {plan.torch}, triton {plan.triton}: "
@@ -46,10 +47,12 @@ def _measured(box: Box) -> tuple[str, str, str]:
     return "\n".join(points), "\n".join(us), "\n".join(speedups)
 
 
-def show(path: Path) -> int:
-    """Print a plan: a table per problem, a row per range."""
+def show(path: Path, plot: Path | None = None) -> int:
+    """Print a plan: a table per problem, a row per range; ``plot``: draw its times as well."""
+    if plot is not None:
+        plots.require(plot)
     plan, console = Plan.load(path), _console()
-    console.print(_headline(plan))
+    console.print(headline(plan))
     if plan.command:
         console.print(f"made by: {plan.command}")
     for entry in plan.entries:
@@ -64,6 +67,8 @@ def show(path: Path) -> int:
         console.print(table)
         memory = entry.max_memory_bytes / 2**30
         console.print(f"measured {entry.measured}, tensors of at most {memory:.2f} GiB")
+    if plot is not None:
+        plots.draw(plots.of_entries(plan.entries), plot, headline(plan))
     return 0
 
 
@@ -76,7 +81,7 @@ def check(paths: Sequence[Path]) -> int:
             print(fault, file=sys.stderr)
         bad |= bool(faults)
         if not faults:
-            print(f"{path}: in order ({_headline(Plan.load(path))})")
+            print(f"{path}: in order ({headline(Plan.load(path))})")
     return int(bad)
 
 
@@ -87,7 +92,7 @@ def merge(paths: Sequence[Path], output: Path) -> int:
         merged.save(output)
     except OSError as error:
         raise PlanError(f"{output}: the plan can't be written ({error.strerror}).") from None
-    print(f"{output}: {_headline(merged)}")
+    print(f"{output}: {headline(merged)}")
     return 0
 
 
@@ -97,7 +102,7 @@ def diff(before: Path, after: Path) -> int:
     console = _console()
     heads = [(p.card, p.torch, p.triton) for p in (old, new)]
     if heads[0] != heads[1]:
-        console.print(f"before: {_headline(old)}\nafter:  {_headline(new)}")
+        console.print(f"before: {headline(old)}\nafter:  {headline(new)}")
     changes = old.diff(new)
     if changes:
         table = Table()
@@ -119,6 +124,9 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     one = commands.add_parser("show", help="print a plan as tables")
     one.add_argument("path", type=Path)
+    one.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw time against size, with the edges"
+    )
     several = commands.add_parser("check", help="say what is amiss; exit code 1 if anything is")
     several.add_argument("paths", type=Path, nargs="+")
     merged = commands.add_parser("merge", help="one plan of several; newer measurements win")
@@ -130,12 +138,12 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "show":
-            return show(args.path)
+            return show(args.path, args.plot)
         if args.command == "check":
             return check(args.paths)
         if args.command == "merge":
             return merge(args.paths, args.output)
         return diff(args.before, args.after)
-    except PlanError as error:
+    except (PlanError, plots.PlotError) as error:
         print(error, file=sys.stderr)
         return 2

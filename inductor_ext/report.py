@@ -3,7 +3,9 @@
 Every site a lowering looks at ends in one ``Decision``: fired or left alone, the candidate chosen,
 the times or the rule behind it. Decisions are logged to ``inductor_ext``
 (``TORCH_LOGS="+inductor_ext"`` or the standard logging module) and handed to every collector that
-is open, whichever thread compiles: a backward is lowered in the autograd engine's thread.
+is open, whichever thread compiles: a backward is lowered in the autograd engine's thread. With
+TORCH_TRACE every compile in which decisions were taken leaves them in torch's structured trace, as
+the artifact ``inductor_ext_decisions`` that tlparse shows.
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ class SizeRange:
     chosen: str
     and_also: tuple[tuple[str, int, int | None], ...] = ()
 
-    def __str__(self) -> str:
+    def span(self) -> str:
+        """The sizes: "s0 1..8"."""
         parts = [(self.size, self.lo, self.hi), *self.and_also]
-        return ", ".join(_interval(*part) for part in parts) + f": {self.chosen}"
+        return ", ".join(_interval(*part) for part in parts)
+
+    def __str__(self) -> str:
+        return f"{self.span()}: {self.chosen}"
 
 
 def _interval(size: str, lo: int, hi: int | None) -> str:
@@ -103,6 +109,24 @@ def record(decision: Decision) -> None:
     with _lock:
         for collector in _collectors:
             collector.append(decision)
+    _trace(decision)
+
+
+ARTIFACT = "inductor_ext_decisions"
+
+
+def _trace(decision: Decision) -> None:
+    """Into torch's structured trace, together with the other decisions of this graph."""
+    from . import compat_trace
+
+    if not compat_trace.tracing():
+        return
+
+    def emit(rows: list[str]) -> None:
+        compat_trace.emit_artifact(ARTIFACT, "[\n" + ",\n".join(rows) + "\n]")
+
+    # As text already: what can't be written fails here, where stock takes over.
+    compat_trace.keep_until_code(json.dumps(as_row(decision)), emit)
 
 
 @contextlib.contextmanager
@@ -130,11 +154,18 @@ def muted() -> Iterator[None]:
 
 
 def _times(decision: Decision, shown: int = 5) -> str:
-    """The times of a decision for a table cell: the fastest few and stock, then how many more."""
+    """The times of a decision for a table cell: the fastest few and stock, then how many more; of
+    a decision by ranges the fastest two and stock in each."""
     timed = sorted((c for c in decision.candidates if c.us is not None), key=lambda c: c.us or 0.0)
     if not timed:
         count = len(decision.candidates)
         return f"{count} candidates, not timed" if count else "-"
+    if len(decision.ranges) > 1:
+        by_range: dict[str, list[str]] = {c.note: [] for c in decision.candidates if c in timed}
+        for c in timed:
+            if len(by_range[c.note]) < 2 or c.name == "stock":
+                by_range[c.note].append(f"{c.us:6.2f} {c.name}")
+        return "\n".join(line for note, lines in by_range.items() for line in (note, *lines))
     lines = [f"{c.us:6.2f} {c.name}" for c in timed[:shown]]
     lines += [f"{c.us:6.2f} {c.name}" for c in timed[shown:] if c.name == "stock"]
     slower = len(timed) - len(lines)
@@ -144,6 +175,11 @@ def _times(decision: Decision, shown: int = 5) -> str:
     return "\n".join(lines)
 
 
+def as_row(decision: Decision) -> dict[str, Any]:
+    """A decision as ``Report.to_json`` shows it."""
+    return {**dataclasses.asdict(decision), "speedup": decision.speedup}
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The decisions of one compile. ``print(report)`` shows a table, one row per site."""
@@ -151,11 +187,24 @@ class Report:
     decisions: tuple[Decision, ...]
 
     def to_json(self) -> str:
-        """The decisions as a JSON list of objects: the fields of ``Decision``, and ``speedup``.
+        """The decisions as a JSON list, one object per site in the order of compiling.
 
-        Times are us; what was not measured is null.
+        lowering    name of the lowering, or of a user's operation
+        sites       the operation with its shapes and dtype
+        fired       true where the plugin's code was emitted
+        chosen      the candidate; "stock" where the site was left alone; for a branch over ranges
+                    a summary, the candidates being in ``ranges``
+        source      "heuristic", "measured", "plan", "forced", or "" (left alone before weighing)
+        reason      one sentence
+        candidates  list of {name, us, note}: us is a number of microseconds, null where not timed;
+                    ``note`` says why not, or at which size of a plan it was measured
+        ranges      list of {size, lo, hi, chosen, and_also}: ``chosen`` holds for lo <= size <= hi,
+                    ``hi`` null is unbounded; ``and_also`` lists [size, lo, hi] that must hold too
+        speedup     us of "stock" over us of ``chosen``, null unless both were timed
+
+        The artifact ``inductor_ext_decisions`` in torch's structured trace has the same schema.
         """
-        rows = [{**dataclasses.asdict(d), "speedup": d.speedup} for d in self.decisions]
+        rows = [as_row(d) for d in self.decisions]
         return json.dumps(rows, indent=2)
 
     def __str__(self) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import inspect
 import itertools
 import logging
@@ -21,13 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import choosing, compat, measure, ranges, region, report
-from .plan import Bounds, Box, Entry, Key, Plan
+from . import choosing, compat, measure, ranges, report
+from .measured_site import MeasuredSite, Timer
+from .plan import Box, Entry, Plan
 
 log = logging.getLogger("inductor_ext")
-
-# (key, sizes by name, candidates) -> us by candidate; stands in for a card in tests.
-Timer = Callable[[Key, Mapping[str, int], Sequence[str]], Mapping[str, float]]
 
 _KEPT = 2  # candidates kept of each size of the first, coarse sweep
 _HOPELESS = 1.3  # times the best: not compared between two coarse sizes where it is so far behind
@@ -299,12 +296,13 @@ class _Tuner:
         if self.error is not None:
             return
         self.card = compat.card_name() or ""
+        node = compat.current_node()
         try:
-            self._site(_Site(lowering, site, problem, names, how, self._timer))
+            self._site(MeasuredSite(lowering, site, problem, names, how, self._timer, node))
         except Exception as error:  # raised here, it would be taken for a failing lowering
             self.error = error
 
-    def _site(self, at: _Site) -> None:
+    def _site(self, at: MeasuredSite) -> None:
         problem = at.problem
         symbols = self._symbols(problem)
         self.reached.update(d.label for d, _ in symbols)
@@ -345,7 +343,7 @@ class _Tuner:
         return found
 
     def _along(
-        self, at: _Site, lead: tuple[_Dim, Any] | None, fixed: Mapping[Any, int]
+        self, at: MeasuredSite, lead: tuple[_Dim, Any] | None, fixed: Mapping[Any, int]
     ) -> tuple[list[ranges.MeasuredRange], int]:
         """Ranges along one symbol, and the bytes that the largest measured size took."""
         if lead is None:
@@ -403,110 +401,6 @@ class _Tuner:
         if top < hi:  # by the lowering's rule, without times
             found.append(ranges.MeasuredRange(top + 1, hi, choosing.STOCK))
         return found, need
-
-
-class _Site:
-    """The site being lowered: its candidates and their times at given values of the symbols."""
-
-    def __init__(
-        self,
-        lowering: str,
-        site: str,
-        problem: choosing.Problem,
-        names: Sequence[str],
-        how: choosing.Measure,
-        timer: Timer | None,
-    ) -> None:
-        self.lowering, self.site, self.problem, self.how = lowering, site, problem, how
-        self._names, self._timer = names, timer
-        self._node = compat.current_node()
-        self._regions: dict[Any, region.Region] = {}
-        self._calls: dict[Any, Callable[..., Any]] = {}
-
-    def _at(self, values: Mapping[Any, int]) -> Any:
-        return compat.assume({s: compat.Assumed(v, v, v) for s, v in values.items()})
-
-    def sizes(self, values: Mapping[Any, int]) -> dict[str, int]:
-        """The problem's ranged sizes."""
-        with self._at(values):
-            return self.problem.sizes()
-
-    def plausible(self, values: Mapping[Any, int]) -> bool:
-        """Whether the lowering's rule thinks that a candidate might win there."""
-        with self._at(values):
-            return self.problem.plausible()
-
-    def short_list(self, values: Mapping[Any, int]) -> list[str]:
-        """Stock and the candidates worth measuring there."""
-        with self._at(values):
-            listed = self.problem.short_list
-            names = list(self._names if listed is None else listed())
-        return [choosing.STOCK, *names] if self.how.stock_may_win else names
-
-    def _region(self, values: Mapping[Any, int]) -> region.Region:
-        key = tuple(values.values())
-        if key not in self._regions:
-            with self._at(values):
-                self._regions[key] = region.extract(self._node, reductions=True)
-        return self._regions[key]
-
-    def memory(self, values: Mapping[Any, int]) -> int:
-        """Bytes that measuring there takes, at most: see ``Region.measuring_bytes``."""
-        return self._region(values).measuring_bytes()
-
-    def times(self, values: Mapping[Any, int], names: Sequence[str]) -> dict[str, float]:
-        """us of every candidate that gave the right result there."""
-        if self._timer is not None:
-            return dict(self._timer(self.problem.key, self.sizes(values), names))
-        found = self._region(values)
-
-        def build(name: str) -> Callable[..., Any]:
-            key = (tuple(values.values()), name)
-            if key not in self._calls:
-                with (
-                    choosing.recording(None),
-                    choosing.force_here(self.lowering, name),
-                    report.muted(),
-                    compat.strict(),
-                ):
-                    self._calls[key] = found.compile()
-            return self._calls[key]
-
-        builders = {name: functools.partial(build, name) for name in names}
-        outcomes = found.compare(builders, self.how.input_gen_fns)
-        return {name: o.us for name, o in outcomes.items() if o.us is not None}
-
-    def boxes(
-        self,
-        lead: Any,
-        found: Sequence[ranges.MeasuredRange],
-        ends: Mapping[Any, tuple[int, int]],
-        fixed: Mapping[Any, int],
-    ) -> list[Box]:
-        """Ranges of a symbol as boxes of the problem's sizes, which grow with the symbols."""
-        out: list[Box] = []
-        told = {choosing.STOCK, *(r.choice for r in found)}
-        for r in found:
-            assert r.hi is not None
-            corner = {s: (lo, hi) for s, (lo, hi) in ends.items()}
-            if lead is not None:
-                corner[lead] = (r.lo, r.hi)
-            low = self.sizes({s: lo for s, (lo, _) in corner.items()})
-            # Up to where the next range begins: with sizes like 2*s the steps are wider than 1.
-            high = self.sizes({s: hi + 1 for s, (_, hi) in corner.items()})
-            bounds: list[tuple[str, Bounds]] = [
-                (name, (low[name], max(high[name] - 1, low[name]))) for name in sorted(low)
-            ]
-            times: dict[str, Mapping[str, float]] = {}
-            for size, us in r.times.items():
-                at = self.sizes({**fixed, **({} if lead is None else {lead: size})})
-                times[",".join(str(at[name]) for name, _ in bounds)] = {
-                    n: t for n, t in us.items() if n in told
-                }
-            box = Box(tuple(bounds), r.choice, times)
-            if not any(box.overlaps(other) for other in out):  # sizes like s//8 repeat
-                out.append(box)
-        return out
 
 
 def _bands(lo: int, hi: int) -> list[tuple[int, int]]:

@@ -31,12 +31,21 @@ from inductor_ext.lowerings.decompose_k_tilings import (
     names_of,
     pick,
     rows_name,
-    tiling_named,
     tilings,
     worth_it,
 )
 
-from inductor_ext import choosing, compat, compat_ir, config, dispatch, matching, plan, registry
+from inductor_ext import (
+    choosing,
+    compat,
+    compat_ir,
+    config,
+    dispatch,
+    known,
+    matching,
+    plan,
+    registry,
+)
 
 aten = torch.ops.aten
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -118,6 +127,8 @@ def _lower(op_name: str, p: Problem) -> Any:
         losing = _unbounded(p)
     if losing is None and choosing.forced_choice(NAME) is None:
         losing = next((why for e in ends if (why := worth_it(*e, itemsize, sms))), None)
+    if choosing.decided(NAME) is not None:  # for each of its sizes, by what was measured
+        losing = None
     if losing is not None:
         return choosing.leave(NAME, site, losing)
     found = candidates(p)
@@ -162,12 +173,6 @@ def _sizes(position: int, node: Any) -> dispatch.Sensitivity | None:
     def choice(values: tuple[int, ...]) -> str:
         at = {**fixed, **dict(zip(symbolic, values, strict=True))}
         problem = (at["m"], at["n"], k, at["batch"])
-        planned = choosing.planned_choice(described, at) or ""
-        match = CANDIDATE.fullmatch(planned)
-        if planned == choosing.STOCK or (
-            match and (match["splits"] or match["dot"] or tiling_named(match, *problem, itemsize))
-        ):
-            return planned
         if 0 in problem or worth_it(*problem, itemsize, sms) is not None:
             return choosing.STOCK
         ranked = tilings(*problem, itemsize, sms, ahead)
@@ -176,7 +181,15 @@ def _sizes(position: int, node: Any) -> dispatch.Sensitivity | None:
         first = dot.names(pdl) if dot and dot_wins(at["m"], at["n"], k, itemsize) else []
         return pick([*first, *names_of(ranked[0], itemsize, pdl), *rows], rowwise, fma)[0]
 
-    return dispatch.Sensitivity(f"{name} {p}", tuple(sizes[name] for name in symbolic), choice)
+    planned, rest = known.of_plans(described, symbolic)
+    return dispatch.Sensitivity(
+        f"{name} {p}",
+        tuple(sizes[name] for name in symbolic),
+        choice,
+        planned,
+        rest,
+        lambda candidate: described.named(candidate) is not None,
+    )
 
 
 def _mm(a: Any, b: Any, out_dtype: torch.dtype | None = None, *, layout: Any = None) -> Any:

@@ -85,23 +85,8 @@ class Problem:
         return f"[{lead}{self.m},{self.k}]x[{lead}{self.k},{self.n}] {name}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """A factor in the fx graph, with what ``Problem`` asks of IR."""
-
-    node: Any
-
-    def get_size(self) -> list[Any]:
-        return [compat.expr(s) for s in self.node.meta["val"].shape]
-
-    def get_stride(self) -> list[Any]:
-        return [compat.expr(s) for s in self.node.meta["val"].stride()]
-
-    def get_dtype(self) -> torch.dtype:
-        return self.node.meta["val"].dtype
-
-    def get_device(self) -> torch.device:
-        return self.node.meta["val"].device
+class Traced(matching.Traced):
+    """A factor in the fx graph."""
 
     def fetched(self) -> str:
         """As ``_prefetchable``: how the factor could be fetched ahead, or ""."""

@@ -156,8 +156,8 @@ ONE = [CustomOpConfig(plain)]
         ({"configs": [3]}, TypeError, "each config as a CustomOpConfig, got int"),
         ({"input_gen_fns": {"z": torch.rand_like}}, ValueError, r"among \['x', 'y'\], got z"),
         ({"min_speedup_threshold": 0.9}, ValueError, "min_speedup_threshold >= 1, got 0.9"),
-        ({"dispatch_on": {"tensor_name": "x", "dim": 0}}, NotImplementedError, "dispatch_on"),
-        ({"split_points": [64]}, NotImplementedError, "split_points"),
+        ({"dispatch_on": {"tensor_name": "z", "dim": 0}}, ValueError, "got 'z'"),
+        ({"split_points": [64]}, ValueError, "got split_points alone"),
     ],
 )
 def test_bad_arguments(changes, error, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -258,6 +259,31 @@ def test_where_dynamic_sizes_come_from():
     assert compat.marked_dynamic(tensor) == [1] and compat.marked_dynamic(torch.empty(4)) == []
 
 
+def test_guards_on_sizes_can_be_refused(monkeypatch):
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    accepts("torch.fx.experimental.symbolic_shapes:ShapeEnv._check_frozen", X, X, X)
+    env = ShapeEnv()
+    source = ConstantSource("x")
+    symbol = env.create_symbol(16, source, DimDynamic.DYNAMIC, None)
+    size = env.create_symintnode(symbol, hint=16, source=source)
+    monkeypatch.setattr(compat, "shape_env", lambda: env)
+    with compat.no_new_guards():
+        assert size >= 0  # known, so nothing is guarded
+        with pytest.raises(compat.SizeDecides):
+            bool(size <= 20)
+    assert env.guards == [] and size <= 20 and len(env.guards) == 1
+
+
+def test_the_kind_of_wrapper_is_known_in_a_pass():
+    from torch._inductor.virtualized import V
+
+    assert not V.aot_compilation and not compat.ahead_of_time()
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        assert compat.ahead_of_time()
+
+
 def test_the_store_of_a_job():
     accepts("torch.distributed.distributed_c10d:_get_default_store")
     assert compat.distributed_store() == (None, 0, 1)
@@ -297,6 +323,22 @@ def test_branches():
         find(f"{path}PythonWrapperCodegen.{name}")
     accepts("torch._inductor.codegen.cpp_wrapper_cpu:CppWrapperCpu.codegen_subgraph", X, X, [], [])
     find("torch._inductor.sizevars:SizeVarAllocator.remove_precomputed_replacements")
+
+
+def test_structured_trace():
+    is_a("torch._logging._internal:trace_log", logging.Logger)
+    accepts(
+        "torch._logging:trace_structured",
+        "artifact",
+        metadata_fn=X,
+        payload_fn=X,
+        expect_trace_id=False,
+    )
+    accepts("torch._inductor.graph:GraphLowering.codegen", X)
+    compiling = inspect.getsource(importlib.import_module("torch._inductor.compile_fx"))
+    lowering = inspect.getsource(find("torch._inductor.graph:GraphLowering"))
+    assert "graph.codegen" in compiling, "code is no longer written by GraphLowering.codegen"
+    assert "self.codegen()" in lowering, "the C++ wrapper no longer goes through codegen"
 
 
 # --- the version gate -----------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_metadata(wheel: Path) -> None:
     assert set(meta["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
     needs = {r for r in meta.get_all("Requires-Dist", []) if "extra ==" not in r}
     assert needs == {"torch<2.16,>=2.11", "triton>=3.6", "sympy", "rich", "tqdm"}
-    assert set(meta.get_all("Provides-Extra", [])) == {"dev", "testing", "bench"}
+    assert set(meta.get_all("Provides-Extra", [])) == {"dev", "testing", "plot", "bench"}
 
 
 IMPORT_ALL = """
