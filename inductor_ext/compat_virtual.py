@@ -451,6 +451,7 @@ def virtual_card(
     every generated program with its GraphLowering and returns the callable to use in its place.
     Yields a ``CardTensors``.
     """
+    from inductor_ext.testing.autocast import patch_autocast
     from inductor_ext.testing.cardtensors import CardTensors, patch_fake_tensors
     from inductor_ext.testing.sdpa import patch_attention
 
@@ -470,6 +471,7 @@ def virtual_card(
         patches.enter_context(functorch.patch(enable_autograd_cache=False))
         patch_fake_tensors(patches)
         patch_attention(patches)
+        patch_autocast(patches)
         _patch_inductor(patches, choose, on_code)
         yield CardTensors()
 
