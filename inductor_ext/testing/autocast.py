@@ -17,19 +17,19 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from inductor_ext.compat_virtual import Patches, private
+from inductor_ext.compat_patches import Patches, private
 
 _KEY = "AutocastCUDA"
 
 # Operators by the rule they follow, all overloads alike.
-_LOW_PRECISION = frozenset(
+_LOW_PRECISION = (
     "_convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell "
     "addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc "
     "conv_transpose1d conv_transpose2d conv_transpose3d convolution cudnn_convolution "
     "cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell "
-    "matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention".split()
+    "matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention"
 )
-_FLOAT32 = frozenset(
+_FLOAT32 = (
     "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d "
     "_upsample_nearest_exact2d _upsample_nearest_exact3d acos asin "
     "binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity dist "
@@ -38,14 +38,13 @@ _FLOAT32 = frozenset(
     "multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nuclear_norm pdist "
     "poisson_nll_loss pow reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss "
     "softplus tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d "
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d".split()
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d"
 )
-_FLOAT32_RESULT = frozenset(  # through their dtype argument, unless it is given
-    "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum".split()
+_FLOAT32_RESULT = (  # through their dtype argument, unless it is given
+    "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum"
 )
-_WIDEST = frozenset(
-    "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot "
-    "vdot".split()
+_WIDEST = (
+    "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 )
 # ``norm`` takes a dtype in other overloads than the ones without.
 _WITH_DTYPE = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}
@@ -77,17 +76,11 @@ def operators_with_a_rule() -> list[Any]:
 def rule_of(op: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     """The function that makes ``op``'s call under autocast, cast by its rule."""
     name = op.overloadpacket.__name__
-    rules = {
-        _to_low_precision: _LOW_PRECISION,
-        _to_float32: _FLOAT32,
-        _float32_result: _FLOAT32_RESULT,
-        _to_widest: _WIDEST,
-    }
     if name == "norm" and op._overloadname in _WITH_DTYPE:
         return _norm
     if name == "binary_cross_entropy":
         return _banned
-    return next((rule for rule, names in rules.items() if name in names), _unknown)
+    return _RULES.get(name, _unknown)
 
 
 def _autocast(op: Any, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -164,3 +157,15 @@ def _unknown(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         f"compile_for expected operators whose autocast rule it knows inside torch.autocast, got "
         f"{op}"
     )
+
+
+_RULES = {
+    name: rule
+    for rule, names in (
+        (_to_low_precision, _LOW_PRECISION),
+        (_to_float32, _FLOAT32),
+        (_float32_result, _FLOAT32_RESULT),
+        (_to_widest, _WIDEST),
+    )
+    for name in names.split()
+}

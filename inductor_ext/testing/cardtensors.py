@@ -4,8 +4,8 @@ They are FakeTensors on "cuda:0". In C++ autograd asks a tensor for its device t
 a worker thread, which a torch without CUDA aborts on. So C++ (and only C++) is told "meta", which
 autograd runs in the calling thread; Python is told "cuda:0". Operators that C++ calls with such a
 tensor's device (factories, copies) arrive with "meta" and are put back on the card before any mode
-sees or records them, as are those of a program that asks for meta tensors. The same is done where a real card is present, so that the result is the
-same.
+sees or records them, as are those of a program that asks for meta tensors. The same is done where
+a real card is present, so that the result is the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from inductor_ext.compat_virtual import CARD_DEVICE, MovedName, OnHost, Patches, private
+from inductor_ext.compat_patches import MovedName, Patches, private
+from inductor_ext.compat_virtual import CARD_DEVICE, OnHost
 
 _META = torch.device("meta")
 

@@ -59,6 +59,14 @@ class GraphCall:
     outputs: tuple[Ref | Value | None, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """Between two graphs, a tensor was copied into another memory format."""
+
+    source: Ref
+    target: Ref
+
+
 @dataclasses.dataclass
 class Program:
     """How the generated graphs make up the function: what ``run_interpreted`` follows.
@@ -68,7 +76,7 @@ class Program:
     tangent_of``, ``grad_refs`` the gradient of each of ``grad_names``.
     """
 
-    calls: list[GraphCall] = dataclasses.field(default_factory=list)
+    calls: list[GraphCall | Copy] = dataclasses.field(default_factory=list)
     graph_inputs: list[list[Any]] = dataclasses.field(default_factory=list)
     args: list[tuple[int, Ref]] = dataclasses.field(default_factory=list)
     captured: list[tuple[str, Any, Ref]] = dataclasses.field(default_factory=list)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from inductor_ext import compat_virtual
-from inductor_ext.compat_virtual import Patches, private
+from inductor_ext.compat_patches import Patches, private
 from inductor_ext.testing.tritonmath import patch_arithmetic
 
 
@@ -83,13 +83,16 @@ class _Interpretation:
         patch_arithmetic(patches)
         self._check_accesses(patches)
 
-        # Device functions and the library's own (tl.sum, tl.sigmoid) stay compiled-mode objects.
+        # Device functions and the library's own (tl.sum, tl.sigmoid) stay compiled-mode objects;
+        # those of a module loaded meanwhile (combine functions of scans) are interpreted ones,
+        # whose call would bind the language anew and leave it so.
         interpretation = self
 
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
             return interpretation.rewrite(function.fn)(*args, **kwargs)
 
-        patches.set(self.jit_function, "__call__", call)
+        for kind in (self.jit_function, self.triton_interpreter.InterpretedFunction):
+            patches.set(kind, "__call__", call)
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, self.jit_function):
                 patches.set(tl.tensor, name, _as_method(member))

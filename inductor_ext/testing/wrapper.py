@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_ext import compat_virtual
-from inductor_ext.compat_virtual import private
+from inductor_ext.compat_patches import Patches, private
+from inductor_ext.testing import sdpa
 
 
 def load_program(
@@ -20,7 +21,7 @@ def load_program(
 ) -> Callable[[list[Any]], Any]:
     """The ``call`` of a generated program whose kernels go to ``run``. Under a virtual device."""
     compiler = private("torch._inductor.async_compile")
-    patches = stack.enter_context(compat_virtual.Patches())
+    patches = stack.enter_context(Patches())
     patches.set(compiler, "AsyncCompile", lambda: _Kernels(run))
     module = types.ModuleType("interpreted_program")
     module.__file__ = "<generated code>"
@@ -182,7 +183,7 @@ def _product(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 class _ProgramOps(TorchDispatchMode):
-    """Operators the wrapper calls: on the CPU, products of 16-bit tensors in fp32."""
+    """Operators the wrapper calls: on the CPU, products of 16-bit tensors and attention in fp32."""
 
     _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
@@ -199,4 +200,14 @@ class _ProgramOps(TorchDispatchMode):
             narrow = any(isinstance(a, torch.Tensor) and a.dtype in _16_BIT for a in args)
             if narrow or "dtype" in func._overloadname:
                 return _product(getattr(torch, name))(*args, **kwargs)
-        return func(*args, **kwargs)
+        attention = sdpa.on_cpu(func)
+        if attention is not None:
+            return attention(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as e:
+            if "'CPU' backend" not in str(e):
+                raise
+            raise NotImplementedError(
+                f"interpretation expected library calls that torch can make on the CPU, got {func}"
+            ) from e
