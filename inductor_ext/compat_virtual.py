@@ -238,6 +238,8 @@ def _patch_inductor(
         return _Module(on_code(graph, getattr(wrapper_code, "value", wrapper_code)))
 
     patches.set(lowering, "compile_to_module", compile_to_module)
+    # A constant that a kernel needs on the card stays on the host, where it has data.
+    patches.set(lowering, "constant_name", lambda graph, name, device: name)
 
     compiled = private("torch._inductor.output_code:CompiledFxGraph")
     report_strides = private("torch._inductor.output_code:set_tracing_context_output_strides")

@@ -379,6 +379,7 @@ class _Trace:
         symbols = [str(graph.graph_inputs.get(name, "")) for name in names]
         sizes = [_symbolic_sizes(graph.graph_inputs.get(name)) for name in names]
         self.program.graph_inputs.append(sizes)
+        self.program.constants.append({n: t.detach() for n, t in graph.constants.items()})
         strides = compat_virtual.output_strides(graph)
         module = graph.orig_gm
 

@@ -15,9 +15,9 @@ def replay(
     code: GeneratedCode,
     args: tuple[Any, ...],
     grad_outputs: Sequence[torch.Tensor] | None,
-    run_graph: Callable[[str, list[Any]], list[Any]],
+    run_graph: Callable[..., list[Any]],
 ) -> Any:
-    """``run_interpreted`` with ``run_graph(source, inputs)`` running each generated graph."""
+    """``run_interpreted``; ``run_graph(source, inputs, constants=)`` runs a generated graph."""
     program = code.program
     if code.stopped:
         raise NotImplementedError(
@@ -62,7 +62,9 @@ def replay(
         if code.graph_kinds[call.graph] == "backward" and grad_outputs is None:
             continue
         inputs = _inputs(call, program.graph_inputs[call.graph], memory)
-        outputs = run_graph(code.graphs[call.graph], inputs)
+        outputs = run_graph(
+            code.graphs[call.graph], inputs, constants=program.constants[call.graph]
+        )
         for output, value in zip(call.outputs, outputs, strict=True):
             if isinstance(output, Ref):
                 memory.put(output, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from inductor_ext.testing import sdpa
 
 
 def load_program(
-    source: str, run: Callable[..., None], stack: contextlib.ExitStack
+    source: str,
+    run: Callable[..., None],
+    stack: contextlib.ExitStack,
+    constants: Mapping[str, torch.Tensor],
 ) -> Callable[[list[Any]], Any]:
     """The ``call`` of a generated program whose kernels go to ``run``. Under a virtual device."""
     compiler = private("torch._inductor.async_compile")
@@ -36,6 +39,7 @@ def load_program(
     exec(compile(source, module.__file__, "exec"), vars(module))
     vars(module).update(
         {
+            **constants,
             "empty_strided_cuda": poisoned,
             "empty_strided_cpu": poisoned,
             "extern_kernels": _Externs(private("torch._inductor.select_algorithm:extern_kernels")),

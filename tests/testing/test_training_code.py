@@ -311,6 +311,14 @@ def test_tensors_in_default_arguments_are_on_the_card():
     assert fn.__defaults__[0] is w and norm.weight.device.type == "cpu"
 
 
+def test_constants_of_any_shape():
+    def fn(x):
+        table = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=x.device)
+        return x @ table + table.sum() * torch.tensor([0.5, 2.0], device=x.device)
+
+    check(fn, torch.randn(5, 2), grad=True)
+
+
 def test_a_scan_leaves_the_interpreter_as_it_was():
     # Its combine function is a kernel module's own device function; a looped reduction comes after.
     check(lambda x: x.cumsum(0) + x.norm(), torch.randn(17, 64), grad=False)
