@@ -2,7 +2,7 @@
 
 Every name of ``torch._inductor``, ``torch._dynamo``, ``torch._subclasses`` and ``triton.runtime``
 that ``inductor_ext.testing`` needs and that is not public is reached through ``private`` and
-changed through ``Patches``, both defined here, which name what a torch release moved.
+changed through ``Patches`` (``compat_patches``), which name what a torch release moved.
 
 How the card is made to seem there:
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import itertools
 import os
 import threading
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 
+from inductor_ext.compat_patches import MovedName, Patches, private
 from inductor_ext.testing.cards import Card
 
 CARD_DEVICE = torch.device("cuda", 0)
@@ -43,66 +43,6 @@ def active_card() -> Card | None:
     While one is open no kernel can run: code that wants to benchmark asks here first.
     """
     return _active
-
-
-class MovedName(RuntimeError):
-    """A private name of torch or triton is not where this version of the test kit expects it."""
-
-
-def private(path: str) -> Any:
-    """The object at ``package.module:attribute[.attribute]``; MovedName says which part is gone."""
-    module, _, attributes = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for name in attributes.split(".") if attributes else ():
-            found = getattr(found, name)
-    except (ImportError, AttributeError) as e:
-        raise MovedName(
-            f"inductor_ext.testing expected {path} in torch {torch.__version__}, got: {e}"
-        ) from e
-    return found
-
-
-_MISSING = object()
-
-
-class Patches(contextlib.ExitStack):
-    """An ExitStack of attribute changes that refuses to create what should already be there."""
-
-    def set(self, owner: Any, name: str, value: Any, create: bool = False) -> Any:
-        """Set ``owner.name`` until the stack closes; returns what was there."""
-        own = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else _MISSING
-        before = getattr(owner, name, _MISSING)
-        if before is _MISSING and not create:
-            raise MovedName(
-                f"inductor_ext.testing expected {getattr(owner, '__name__', owner)}.{name} in "
-                f"torch {torch.__version__}, got no such name"
-            )
-        if own is _MISSING and before is not _MISSING and not isinstance(owner, type):
-            own = before  # a slot or a module-level __getattr__
-        setattr(owner, name, value)
-        if own is _MISSING:
-            self.callback(delattr, owner, name)
-        else:
-            self.callback(setattr, owner, name, own)
-        return before
-
-    def set_if_there(self, owner: Any, name: str, value: Any) -> None:
-        """As ``set`` for a name that only some of the supported versions have."""
-        if hasattr(owner, name):
-            self.set(owner, name, value)
-
-    def fresh_dict(self, owner: dict, **entries: Any) -> None:
-        """Replace the contents of ``owner`` by ``entries`` until the stack closes."""
-        before = dict(owner)
-
-        def restore() -> None:
-            owner.clear()
-            owner.update(before)
-
-        self.callback(restore)
-        owner.clear()
-        owner.update(entries)
 
 
 # ----------------------------------------------------------------------------------------
@@ -298,6 +238,8 @@ def _patch_inductor(
         return _Module(on_code(graph, getattr(wrapper_code, "value", wrapper_code)))
 
     patches.set(lowering, "compile_to_module", compile_to_module)
+    # A constant that a kernel needs on the card stays on the host, where it has data.
+    patches.set(lowering, "constant_name", lambda graph, name, device: name)
 
     compiled = private("torch._inductor.output_code:CompiledFxGraph")
     report_strides = private("torch._inductor.output_code:set_tracing_context_output_strides")
@@ -353,6 +295,21 @@ def _patch_inductor(
         for name in ("benchmark", "benchmark_gpu", "benchmark_many_gpu"):
             if name in vars(cls):
                 patches.set(cls, name, _no_benchmark)
+
+
+def _patch_gradient_copies(
+    patches: Patches, on_copy: Callable[[torch.Tensor, torch.Tensor], None]
+) -> None:
+    runtime = private("torch._functorch._aot_autograd.runtime_wrappers")
+    coerce = private(f"{runtime.__name__}:coerce_to_expected_memory_format")
+
+    def coerce_and_tell(gradient: torch.Tensor, memory_format: Any) -> torch.Tensor:
+        coerced = coerce(gradient, memory_format)
+        if coerced is not gradient:
+            on_copy(gradient, coerced)
+        return coerced
+
+    patches.set(runtime, "coerce_to_expected_memory_format", coerce_and_tell)
 
 
 class OnHost(torch.utils._python_dispatch.TorchDispatchMode):
@@ -443,14 +400,19 @@ def virtual_device(card: Card) -> Iterator[Patches]:
 
 @contextlib.contextmanager
 def virtual_card(
-    card: Card, choose: Callable[[str, list[Any]], Any], on_code: Callable[..., Any]
+    card: Card,
+    choose: Callable[[str, list[Any]], Any],
+    on_code: Callable[..., Any],
+    on_copy: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> Iterator[Any]:
     """``virtual_device``, and the compiler generates code for it instead of running it.
 
     ``choose(name, choices)`` answers each autotuning question; ``on_code(graph, code)`` is given
-    every generated program with its GraphLowering and returns the callable to use in its place.
-    Yields a ``CardTensors``.
+    every generated program with its GraphLowering and returns the callable to use in its place;
+    ``on_copy(gradient, copy)`` is told of each gradient that is copied into the memory format that
+    the backward was generated for. Yields a ``CardTensors``.
     """
+    from inductor_ext.testing.autocast import patch_autocast
     from inductor_ext.testing.cardtensors import CardTensors, patch_fake_tensors
     from inductor_ext.testing.sdpa import patch_attention
 
@@ -470,7 +432,9 @@ def virtual_card(
         patches.enter_context(functorch.patch(enable_autograd_cache=False))
         patch_fake_tensors(patches)
         patch_attention(patches)
+        patch_autocast(patches)
         _patch_inductor(patches, choose, on_code)
+        _patch_gradient_copies(patches, on_copy)
         yield CardTensors()
 
 

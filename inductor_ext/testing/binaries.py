@@ -9,6 +9,7 @@ import tempfile
 from typing import Any, Literal, NamedTuple
 
 from inductor_ext import compat_virtual
+from inductor_ext.compat_patches import private
 from inductor_ext.testing.generated import GeneratedCode, Kernel
 
 _GLOBAL_ACCESS = re.compile(
@@ -116,7 +117,7 @@ def describe(compiled: Any, name: str, config: str = "") -> KernelBinary:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of local memory per thread, as the binary itself states them."""
-    tool = compat_virtual.private("triton:knobs.nvidia.cuobjdump").path
+    tool = private("triton:knobs.nvidia.cuobjdump").path
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
         file.write(cubin)
     try:

@@ -2,10 +2,10 @@
 
 They are FakeTensors on "cuda:0". In C++ autograd asks a tensor for its device to find a stream and
 a worker thread, which a torch without CUDA aborts on. So C++ (and only C++) is told "meta", which
-autograd runs in the calling thread; Python is told "cuda:0". Factory calls that C++ makes with such
-a tensor's options arrive as "meta" and are put back on the card, as are those of a program that
-asks for meta tensors. The same is done where a real card is present, so that the result is the
-same.
+autograd runs in the calling thread; Python is told "cuda:0". Operators that C++ calls with such a
+tensor's device (factories, copies) arrive with "meta" and are put back on the card before any mode
+sees or records them, as are those of a program that asks for meta tensors. The same is done where
+a real card is present, so that the result is the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from inductor_ext.compat_virtual import CARD_DEVICE, MovedName, OnHost, Patches, private
+from inductor_ext.compat_patches import MovedName, Patches, private
+from inductor_ext.compat_virtual import CARD_DEVICE, OnHost
 
 _META = torch.device("meta")
 
@@ -33,10 +34,14 @@ def patch_fake_tensors(patches: Patches) -> None:
     for name in ("init_gpu_context", "init_cuda_context"):
         patches.set_if_there(fake_tensor, name, lambda *device: None)
 
-    def told_to_cpp(fake: Any) -> torch.device:
-        if fake.fake_mode.in_kernel_invocation or fake.fake_device.type == "cuda":
+    def told_to_cpp(tensor: Any) -> torch.device:
+        if isinstance(tensor, functional):
+            tensor = torch._from_functional_tensor(tensor.elem)
+        if not isinstance(tensor, fake_cls):
+            return tensor.device
+        if tensor.fake_mode.in_kernel_invocation or tensor.fake_device.type == "cuda":
             return _META
-        return fake.fake_device
+        return tensor.fake_device
 
     handlers = private("torch._subclasses.fake_tensor:_DISPATCH_META_HANDLERS")
     if device_query not in handlers:
@@ -61,6 +66,7 @@ def patch_fake_tensors(patches: Patches) -> None:
         return torch._from_functional_tensor(self.elem).device
 
     patches.set(functional, "device", property(functional_device))
+    _wrap_on_card(patches, functional)
     # The other attributes that Python reads through C++.
     for cls in (fake_cls, functional):
         for kind in ("cpu", "cuda", "meta", "xpu", "mps"):
@@ -72,8 +78,35 @@ def patch_fake_tensors(patches: Patches) -> None:
     # Tracing follows small constants with real tensors, which can only be on the host.
     tracer = private("torch.fx.experimental.proxy_tensor")
     patches.set(tracer, "unset_fake_temporarily", _on_host(tracer.unset_fake_temporarily))
-    for mode in (fake_mode, functional_mode):
-        patches.set(mode, "__torch_dispatch__", _factories_on_card(mode.__torch_dispatch__))
+    # Whichever of these modes an operator meets first: what the tracer writes down, it generates.
+    for mode in (fake_mode, functional_mode, tracer.ProxyTorchDispatchMode):
+        answered = _devices_on_card(mode.__torch_dispatch__, told_to_cpp)
+        patches.set(mode, "__torch_dispatch__", answered)
+
+
+def _wrap_on_card(patches: Patches, functional: type) -> None:
+    """Functional tensors get the dispatch keys of the card, as the FakeTensors in them have.
+
+    The device that C++ names for them is "meta". Made with its keys beside the card's, they would
+    lead to no autocast, and composite operators (``nll_loss``) would lose their gradient.
+    """
+    make = torch.Tensor._make_wrapper_subclass
+    device, dispatch_device = 6, 10  # where FunctionalTensor passes these two
+
+    def make_on_card(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if cls is functional:
+            if len(args) <= dispatch_device or not isinstance(args[device], torch.device):
+                raise MovedName(
+                    f"inductor_ext.testing expected {functional.__name__} to pass its device as "
+                    f"argument {device} in torch {torch.__version__}, got {args!r}"
+                )
+            if args[device] == _META:
+                on_card = list(args)
+                on_card[device], on_card[dispatch_device] = CARD_DEVICE, True
+                args = tuple(on_card)
+        return make(cls, *args, **kwargs)
+
+    patches.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_on_card))
 
 
 def _on_host(unset: Callable[[], Any]) -> Callable[[], Any]:
@@ -93,16 +126,25 @@ def _get_device(tensor: torch.Tensor) -> int:
     return -1 if tensor.device.type in ("cpu", "meta") else tensor.device.index or 0
 
 
-def _factories_on_card(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """A mode's dispatch that puts factory calls from C++, which carry "meta", on the card."""
+def _devices_on_card(
+    dispatch: Callable[..., Any], told_to_cpp: Callable[[Any], torch.device]
+) -> Callable[..., Any]:
+    """A mode's dispatch that puts the card where C++ has passed on the "meta" it was told."""
+    device_query = torch.ops.prim.device.default
 
     @functools.wraps(dispatch)
     def on_card(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs and kwargs.get("device") == _META:
-            kwargs = {**kwargs, "device": CARD_DEVICE}
-        return dispatch(self, func, types, args, kwargs or {})
+        if func is device_query:
+            return told_to_cpp(args[0])
+        args = tuple(_card_for_meta(a) for a in args)
+        kwargs = {name: _card_for_meta(value) for name, value in (kwargs or {}).items()}
+        return dispatch(self, func, types, args, kwargs)
 
     return on_card
+
+
+def _card_for_meta(value: Any) -> Any:
+    return CARD_DEVICE if isinstance(value, torch.device) and value == _META else value
 
 
 class CardTensors:

@@ -14,8 +14,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from inductor_ext import choosing, compat_virtual, registry, report
+from inductor_ext.compat_patches import private
 from inductor_ext.testing.cards import card as find_card
 from inductor_ext.testing.generated import (
+    Copy,
     GeneratedCode,
     GraphCall,
     GraphKind,
@@ -52,7 +54,9 @@ def compile_for(
     Args:
         card: "a100", "h100", "h200" or "b200".
         fn: a function or an ``nn.Module``. Its parameters, buffers and the tensors in its closure
-            and in the globals it names are read as tensors of the card, like ``args``.
+            and defaults and in the globals it names are read as tensors of the card, like ``args``.
+            ``torch.autocast("cuda")`` acts as on the card when entered inside it; torch itself
+            turns off, with a warning, one that was made outside on a machine without a card.
         args: positional arguments. Tensors, plain and dense, on "cpu" or "meta" (in any nesting of
             tuples, lists, dicts) stand for tensors of the card with the same dtype, sizes, strides,
             offset and requires_grad. Other values are passed on.
@@ -84,7 +88,9 @@ def compile_for(
     trace = _Trace()
     fn = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
     with (
-        compat_virtual.virtual_card(target, choices.choose, trace.on_code) as on_card,
+        compat_virtual.virtual_card(
+            target, choices.choose, trace.on_code, trace.on_copy
+        ) as on_card,
         report.collect() as decisions,
         choosing.force(ours),
         contextlib.ExitStack() as stack,
@@ -228,6 +234,20 @@ def _captured_tensors(fn: Any) -> list[tuple[str, torch.Tensor, Put]]:
             for key, item in list(items):
                 look(item, f"{name}[{key!r}]", functools.partial(value.__setitem__, key))
 
+    def look_defaults(function: types.FunctionType, holder: str) -> None:
+        defaults = getattr(function, holder)
+        items = defaults.items() if isinstance(defaults, dict) else enumerate(defaults or ())
+        for key, value in list(items):
+
+            def put(tensor: torch.Tensor, key: Any = key) -> None:
+                now = getattr(function, holder)
+                if isinstance(now, dict):
+                    setattr(function, holder, {**now, key: tensor})
+                else:
+                    setattr(function, holder, (*now[:key], tensor, *now[key + 1 :]))
+
+            look(value, f"{holder}[{key!r}]", put)
+
     def look_function(function: types.FunctionType) -> None:
         if function.__module__ and function.__module__.split(".")[0] in ("torch", "triton"):
             return
@@ -236,6 +256,8 @@ def _captured_tensors(fn: Any) -> list[tuple[str, torch.Tensor, Put]]:
         ):
             with contextlib.suppress(ValueError):  # an empty cell
                 look(cell.cell_contents, name, functools.partial(setattr, cell, "cell_contents"))
+        for holder in ("__defaults__", "__kwdefaults__"):
+            look_defaults(function, holder)
         for name in _global_names(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
@@ -291,7 +313,7 @@ class _Choices:
         self.seen.setdefault(operation, names)
         pattern = self.force.get(operation)
         if pattern is None:
-            extern = compat_virtual.private("torch._inductor.select_algorithm:ExternKernelCaller")
+            extern = private("torch._inductor.select_algorithm:ExternKernelCaller")
             return next((c for c in choices if isinstance(c, extern)), choices[0])
         self.used.add(operation)
         for choice, name in zip(choices, names, strict=True):
@@ -357,6 +379,7 @@ class _Trace:
         symbols = [_size_text(graph, graph.graph_inputs.get(name, "")) for name in names]
         sizes = [_symbolic_sizes(graph, graph.graph_inputs.get(name)) for name in names]
         self.program.graph_inputs.append(sizes)
+        self.program.constants.append({n: t.detach() for n, t in graph.constants.items()})
         strides = compat_virtual.output_strides(graph)
         module = graph.orig_gm
 
@@ -384,6 +407,10 @@ class _Trace:
             return outputs
 
         return call
+
+    def on_copy(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        """A gradient was copied into another memory format on the way to a backward graph."""
+        self.program.calls.append(Copy(self.ref(source), self.ref(copy)))
 
     def _seen(self, value: Any, symbol: str) -> Ref | Value | None:
         if isinstance(value, torch.Tensor):

@@ -59,17 +59,27 @@ class GraphCall:
     outputs: tuple[Ref | Value | None, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """Between two graphs, a tensor was copied into another memory format."""
+
+    source: Ref
+    target: Ref
+
+
 @dataclasses.dataclass
 class Program:
     """How the generated graphs make up the function: what ``run_interpreted`` follows.
 
-    ``args`` and ``captured`` (parameters, buffers, tensors of closures: name, tensor, ref) say
+    ``constants`` are the tensors that each graph's text names but does not hold. ``args`` and
+    ``captured`` (parameters, buffers, tensors of closures: name, tensor, ref) say
     where graph inputs come from, ``tangents`` the gradients of ``output_refs[i] for i in
     tangent_of``, ``grad_refs`` the gradient of each of ``grad_names``.
     """
 
-    calls: list[GraphCall] = dataclasses.field(default_factory=list)
+    calls: list[GraphCall | Copy] = dataclasses.field(default_factory=list)
     graph_inputs: list[list[Any]] = dataclasses.field(default_factory=list)
+    constants: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     args: list[tuple[int, Ref]] = dataclasses.field(default_factory=list)
     captured: list[tuple[str, Any, Ref]] = dataclasses.field(default_factory=list)
     output_refs: list[Any] = dataclasses.field(default_factory=list)

@@ -14,14 +14,14 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from inductor_ext import compat_virtual
-from inductor_ext.compat_virtual import Patches, private
+from inductor_ext.compat_patches import Patches, private
 from inductor_ext.testing.tritonmath import patch_arithmetic
 
 
@@ -83,13 +83,16 @@ class _Interpretation:
         patch_arithmetic(patches)
         self._check_accesses(patches)
 
-        # Device functions and the library's own (tl.sum, tl.sigmoid) stay compiled-mode objects.
+        # Device functions and the library's own (tl.sum, tl.sigmoid) stay compiled-mode objects;
+        # those of a module loaded meanwhile (combine functions of scans) are interpreted ones,
+        # whose call would bind the language anew and leave it so.
         interpretation = self
 
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
             return interpretation.rewrite(function.fn)(*args, **kwargs)
 
-        patches.set(self.jit_function, "__call__", call)
+        for kind in (self.jit_function, self.triton_interpreter.InterpretedFunction):
+            patches.set(kind, "__call__", call)
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, self.jit_function):
                 patches.set(tl.tensor, name, _as_method(member))
@@ -186,16 +189,23 @@ class _Interpretation:
 
         def checked_cas(this: Any, ptr: Any, *rest: Any) -> Any:
             self._check("atomic", ptr, None)
-            return cas(this, ptr, *rest)
+            return cas(this, *(self._dense(handle) for handle in (ptr, *rest)))
 
         def checked_rmw(this: Any, op: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
             self._check("atomic", ptr, mask)
-            return rmw(this, op, ptr, value, mask, *rest)
+            return rmw(this, op, *(self._dense(handle) for handle in (ptr, value, mask)), *rest)
 
         patches.set(builder, "create_masked_load", checked_load)
         patches.set(builder, "create_masked_store", checked_store)
         patches.set(builder, "create_atomic_cas", checked_cas)
         patches.set(builder, "create_atomic_rmw", checked_rmw)
+
+    def _dense(self, handle: Any) -> Any:
+        """An operand of an atomic, which some versions read past its strides if it is broadcast."""
+        tensor_handle = self.triton_interpreter.TensorHandle
+        if not isinstance(handle, tensor_handle):
+            return handle
+        return tensor_handle(np.array(handle.data, order="C"), handle.dtype)
 
     def _check(self, what: str, ptrs: Any, mask: Any) -> None:
         starts, ends = self.extents if self.extents is not None else np.zeros((2, 0))
@@ -321,7 +331,12 @@ def _extents(values: Any) -> np.ndarray:
 # whole generated programs
 
 
-def interpret_source(source: str, inputs: Sequence[Any], card: str = "h200") -> list[Any]:
+def interpret_source(
+    source: str,
+    inputs: Sequence[Any],
+    card: str = "h200",
+    constants: Mapping[str, torch.Tensor] | None = None,
+) -> list[Any]:
     """Run one generated program on CPU tensors, in the calling convention of its ``call``.
 
     Args:
@@ -329,6 +344,8 @@ def interpret_source(source: str, inputs: Sequence[Any], card: str = "h200") -> 
         inputs: the graph's inputs in order: CPU tensors with the sizes and strides it was generated
             for, and the numbers it takes (sizes of dynamic dimensions).
         card: the virtual card that it was generated for.
+        constants: CPU tensors that the program names but does not hold, by name: the entry of
+            ``GeneratedCode.program.constants``.
 
     Returns the graph's outputs. A graph that writes to an input writes to the tensor passed.
 
@@ -345,7 +362,7 @@ def interpret_source(source: str, inputs: Sequence[Any], card: str = "h200") -> 
         interpreting() as run,
         contextlib.ExitStack() as stack,
     ):
-        call = load_program(source, run, stack)
+        call = load_program(source, run, stack, constants or {})
         return list(call(list(inputs)))
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from inductor_ext.testing.generated import GeneratedCode, GraphCall, Ref, Value
+from inductor_ext.testing.generated import Copy, GeneratedCode, GraphCall, Ref, Value
 
 
 def replay(
     code: GeneratedCode,
     args: tuple[Any, ...],
     grad_outputs: Sequence[torch.Tensor] | None,
-    run_graph: Callable[[str, list[Any]], list[Any]],
+    run_graph: Callable[..., list[Any]],
 ) -> Any:
-    """``run_interpreted`` with ``run_graph(source, inputs)`` running each generated graph."""
+    """``run_interpreted``; ``run_graph(source, inputs, constants=)`` runs a generated graph."""
     program = code.program
     if code.stopped:
         raise NotImplementedError(
@@ -50,13 +50,21 @@ def replay(
             memory.absent[ref.storage] = f"{name}, which is on {tensor.device}"
     if grad_outputs is not None:
         for ref, gradient in zip(program.tangents, grad_outputs, strict=True):
-            memory.put(ref, gradient.detach().contiguous())
+            # A copy: a backward may reuse the memory of the gradients it is given.
+            memory.put(ref, gradient.detach().clone(memory_format=torch.contiguous_format))
 
     for call in program.calls:
+        if isinstance(call, Copy):
+            if grad_outputs is not None:
+                source = memory.get(call.source, "gradient")
+                memory.put(call.target, _in_layout_of(call.target, source))
+            continue
         if code.graph_kinds[call.graph] == "backward" and grad_outputs is None:
             continue
         inputs = _inputs(call, program.graph_inputs[call.graph], memory)
-        outputs = run_graph(code.graphs[call.graph], inputs)
+        outputs = run_graph(
+            code.graphs[call.graph], inputs, constants=program.constants[call.graph]
+        )
         for output, value in zip(call.outputs, outputs, strict=True):
             if isinstance(output, Ref):
                 memory.put(output, value)
@@ -70,6 +78,16 @@ def replay(
         for name, ref in zip(program.grad_names, program.grad_refs, strict=True)
     }
     return outputs, gradients
+
+
+def _in_layout_of(traced: Ref, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy laid out as ``traced`` is; at other sizes, dense in the same order of dimensions."""
+    if tuple(tensor.shape) == traced.size:
+        copy = torch.empty_strided(traced.size, traced.stride, dtype=tensor.dtype)
+    else:
+        order = sorted(range(tensor.dim()), key=lambda dim: -traced.stride[dim])
+        copy = torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype)
+    return copy.copy_(tensor)
 
 
 class _Memory:

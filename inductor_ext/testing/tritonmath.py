@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inductor_ext.compat_virtual import Patches, private
+from inductor_ext.compat_patches import Patches, private
 
 _BITS = {
     "bf16": (torch.bfloat16, torch.int16, np.uint16),

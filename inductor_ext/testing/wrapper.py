@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_ext import compat_virtual
-from inductor_ext.compat_virtual import private
+from inductor_ext.compat_patches import Patches, private
+from inductor_ext.testing import sdpa
 
 
 def load_program(
-    source: str, run: Callable[..., None], stack: contextlib.ExitStack
+    source: str,
+    run: Callable[..., None],
+    stack: contextlib.ExitStack,
+    constants: Mapping[str, torch.Tensor],
 ) -> Callable[[list[Any]], Any]:
     """The ``call`` of a generated program whose kernels go to ``run``. Under a virtual device."""
     compiler = private("torch._inductor.async_compile")
-    patches = stack.enter_context(compat_virtual.Patches())
+    patches = stack.enter_context(Patches())
     patches.set(compiler, "AsyncCompile", lambda: _Kernels(run))
     module = types.ModuleType("interpreted_program")
     module.__file__ = "<generated code>"
@@ -35,6 +39,7 @@ def load_program(
     exec(compile(source, module.__file__, "exec"), vars(module))
     vars(module).update(
         {
+            **constants,
             "empty_strided_cuda": poisoned,
             "empty_strided_cpu": poisoned,
             "extern_kernels": _Externs(private("torch._inductor.select_algorithm:extern_kernels")),
@@ -182,7 +187,7 @@ def _product(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 class _ProgramOps(TorchDispatchMode):
-    """Operators the wrapper calls: on the CPU, products of 16-bit tensors in fp32."""
+    """Operators the wrapper calls: on the CPU, products of 16-bit tensors and attention in fp32."""
 
     _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
@@ -199,4 +204,14 @@ class _ProgramOps(TorchDispatchMode):
             narrow = any(isinstance(a, torch.Tensor) and a.dtype in _16_BIT for a in args)
             if narrow or "dtype" in func._overloadname:
                 return _product(getattr(torch, name))(*args, **kwargs)
-        return func(*args, **kwargs)
+        attention = sdpa.on_cpu(func)
+        if attention is not None:
+            return attention(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as e:
+            if "'CPU' backend" not in str(e):
+                raise
+            raise NotImplementedError(
+                f"interpretation expected library calls that torch can make on the CPU, got {func}"
+            ) from e

@@ -65,6 +65,26 @@ def affine_scan_kernel(scale_ptr, shift_ptr, out_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + i, scanned[1])
 
 
+@triton.jit
+def add_rows_kernel(
+    x_ptr, row_ptr, out_ptr, n, columns: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + columns * i + j, i < n, other=0.0)
+    row = tl.load(row_ptr + i, i < n)
+    tl.atomic_add(out_ptr + columns * row + j, x, i < n, sem="relaxed")
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_atomics_of_a_block_with_a_broadcast_mask(rows):
+    x, row, out = torch.randn(10, 8), torch.randint(0, 4, (10,)), torch.zeros(4, 8)
+    run_kernel_interpreted(
+        add_rows_kernel, (triton.cdiv(10, rows),), x, row, out, 10, 8, ROWS=rows, BLOCK=8
+    )
+    torch.testing.assert_close(out, torch.zeros(4, 8).index_add(0, row, x))
+
+
 def test_pdl_prefetch_and_device_functions_do_no_harm():
     x, out = torch.randn(1000), torch.full((1000,), float("nan"))
     run_kernel_interpreted(double_kernel, (8,), x, out, 1000, 2.0, BLOCK=128, num_warps=4)
