@@ -127,7 +127,8 @@ def _may_be_unaligned(x: Any) -> bool:
 def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
     """Inductor's hints for optimisation, at lowering and at code generation, in one subgraph.
 
-    Guards ask other functions, so none can be taken from an assumption.
+    Guards ask other functions, except that torch before 2.12 decides by ``size_hint`` whether 32-bit
+    offsets are enough and then guards that: beyond them the answer is what was traced.
     """
     values = {key: sympy.Integer(a.value) for key, a in assumed.items()}
 
@@ -136,7 +137,10 @@ def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
         def answer(expr: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(expr, sympy.Expr) and not expr.is_number:
                 expr = sizevars.remove_precomputed_replacements(expr)
-                expr = compat.substitute(expr, values)
+                here = compat.substitute(expr, values)
+                if here != expr:
+                    traced = ask(expr, *args, **kwargs)
+                    return traced if traced >= 2**31 else ask(here, *args, **kwargs)
             return ask(expr, *args, **kwargs)
 
         return answer
