@@ -46,10 +46,14 @@ class CallAtLowering:
 
 def can_branch() -> str:
     """Why no branch can be generated in this graph; empty where it can."""
+    from torch._inductor import config
+
     if getattr(graph(), "fx_wrapper", False):
         return "the wrapper is an fx graph"
     if getattr(graph(), "is_dual_wrapper_mode", False):
         return "the wrapper is generated for Python and C++ at once"
+    if config.memory_planning:  # one pool from the first allocation to the last, in any branch
+        return "memory planning does not follow branches"
     return ""
 
 

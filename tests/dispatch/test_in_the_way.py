@@ -177,3 +177,11 @@ def test_traced_beyond_32_bit_offsets(rows):
 
     code = compile_for("h200", fn, t(rows, 2048), t(2048, 64), t(64, 1), dynamic=ANY)
     assert len(code.decisions[0].ranges) > 2 and "elif s" in code.source
+
+
+def test_memory_planning_is_left_alone():
+    """Its pools span the program: a branch not taken would have allocated them."""
+    code = compile_for("h200", relu_mm, *ARGS, dynamic=ANY, options={"memory_planning": True})
+    (decision,) = code.decisions
+    assert not decision.fired and "memory planning" in decision.reason
+    assert not re.search(r"if s\d+", code.source)
