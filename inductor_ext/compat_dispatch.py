@@ -141,7 +141,7 @@ def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
         def answer(expr: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(expr, sympy.Expr) and not expr.is_number:
                 expr = sizevars.remove_precomputed_replacements(expr)
-                here = compat.substitute(expr, values)
+                here = compat.assuming(expr, values)
                 if here != expr:
                     traced = ask(expr, *args, **kwargs)
                     return traced if traced >= 2**31 else ask(here, *args, **kwargs)
