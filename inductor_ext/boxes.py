@@ -100,7 +100,12 @@ def along(axes: Sequence[Axis], sensitivity: Sensitivity) -> Callable[[tuple[int
     @functools.cache
     def pick(values: tuple[int, ...]) -> str:
         known = dict(zip(exprs, values, strict=True))
-        sizes = [known[s] if s in known else compat.substitute(s, known) for s in sensitivity.sizes]
+        try:
+            sizes = [
+                known[s] if s in known else compat.substitute(s, known) for s in sensitivity.sizes
+            ]
+        except ZeroDivisionError:  # no such size: x.view(-1, 4, k) at fewer than 4 rows
+            return choosing.STOCK
         return sensitivity.pick(tuple(int(s) for s in sizes))
 
     return pick

@@ -207,12 +207,20 @@ def substitute(expr: Any, sizes: Mapping[Any, Any]) -> Any:
     return expr
 
 
+def assuming(expr: Any, sizes: Mapping[Any, Any]) -> Any:
+    """The same, but ``expr`` as it is where it has no value at these sizes."""
+    try:
+        return substitute(expr, sizes)
+    except ZeroDivisionError:
+        return sympy.sympify(expr)
+
+
 def hint(expr: Any) -> int:
     """A size as an int: its value, the value assumed here, or the value seen at tracing."""
     if isinstance(expr, int):
         return expr
     assumed = getattr(_assumptions, "sizes", {})
-    expr = substitute(expr, {key: sympy.Integer(a.value) for key, a in assumed.items()})
+    expr = assuming(expr, {key: sympy.Integer(a.value) for key, a in assumed.items()})
     if expr.is_number:
         return int(expr)
     sizevars = getattr(graph(), "sizevars", None)

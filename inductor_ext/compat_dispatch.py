@@ -46,10 +46,14 @@ class CallAtLowering:
 
 def can_branch() -> str:
     """Why no branch can be generated in this graph; empty where it can."""
+    from torch._inductor import config
+
     if getattr(graph(), "fx_wrapper", False):
         return "the wrapper is an fx graph"
     if getattr(graph(), "is_dual_wrapper_mode", False):
         return "the wrapper is generated for Python and C++ at once"
+    if config.memory_planning:  # one pool from the first allocation to the last, in any branch
+        return "memory planning does not follow branches"
     return ""
 
 
@@ -127,7 +131,8 @@ def _may_be_unaligned(x: Any) -> bool:
 def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
     """Inductor's hints for optimisation, at lowering and at code generation, in one subgraph.
 
-    Guards ask other functions, so none can be taken from an assumption.
+    Guards ask other functions, except that torch before 2.12 decides by ``size_hint`` whether 32-bit
+    offsets are enough and then guards that: beyond them the answer is what was traced.
     """
     values = {key: sympy.Integer(a.value) for key, a in assumed.items()}
 
@@ -136,7 +141,10 @@ def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
         def answer(expr: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(expr, sympy.Expr) and not expr.is_number:
                 expr = sizevars.remove_precomputed_replacements(expr)
-                expr = compat.substitute(expr, values)
+                here = compat.assuming(expr, values)
+                if here != expr:
+                    traced = ask(expr, *args, **kwargs)
+                    return traced if traced >= 2**31 else ask(here, *args, **kwargs)
             return ask(expr, *args, **kwargs)
 
         return answer
@@ -297,11 +305,9 @@ def _inline_python(wrapper: Any, node: Any, inner: Any, name: str) -> None:
     outer = graph()
     wrapper.push_codegened_graph(inner)
     try:
-        aliases = []
         for (target, value), operand in zip(inner.graph_inputs.items(), node.operands, strict=True):
             if isinstance(value, ir.TensorBox):  # sizes keep their names
                 wrapper.writeline(f"{target} = {operand.codegen_reference()}")
-                aliases.append(target)
         with V.set_graph_handler(inner):
             inner.codegen_subgraph(parent_graph=outer)
             for i, result in enumerate(inner.graph_outputs):

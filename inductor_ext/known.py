@@ -157,7 +157,10 @@ def inside(axis: Axis, size: Any, bounds: plan.Bounds) -> list[plan.Bounds]:
 
     def at(x: int) -> int:
         if x not in values:
-            values[x] = int(compat.substitute(size, {axis.expr: x}))
+            try:
+                values[x] = int(compat.substitute(size, {axis.expr: x}))
+            except ZeroDivisionError:  # no such size
+                values[x] = -1
         return values[x]
 
     low, high = bounds

@@ -394,3 +394,16 @@ def test_training(features, outputs):
     assert any(len(d.ranges) > 1 and d.fired for d in code.decisions)
     for rows in (3, 20):
         gradients_right(layer, code, rows, features)
+
+
+def test_a_size_that_divides_by_zero_somewhere(right_at):
+    """(s//4) * (s // (s//4)) rows: fewer than 4 can't be, but they are within the bounds."""
+
+    def fn(x, w):
+        return torch.relu(x.view(-1, 4, 2048) @ w)
+
+    w = weight(2048, 32, k=2048)
+    code = compile_for("h200", fn, r(64, 2048), w, dynamic=ANY)
+    assert len(code.decisions[0].ranges) > 2 and code.decisions[0].ranges[0].chosen == "stock"
+    for rows in (4, 12, 40):
+        right_at(code, fn, (r(rows, 2048), w))

@@ -166,3 +166,22 @@ def test_wrapper_that_can_not_branch_keeps_one_choice(monkeypatch):
     (decision,) = code.decisions
     assert not decision.fired and decision.reason == "the wrapper is of another kind"
     assert code.calls[0] == "extern_kernels.mm"
+
+
+@pytest.mark.parametrize("rows", [1 << 20, 1 << 26])
+def test_traced_beyond_32_bit_offsets(rows):
+    """A branch's assumed size must not decide the width of an index that is then guarded."""
+
+    def fn(x, w, b):
+        return torch.relu(x @ w)[:, None, :] * b.view(1, 64, 1)
+
+    code = compile_for("h200", fn, t(rows, 2048), t(2048, 64), t(64, 1), dynamic=ANY)
+    assert len(code.decisions[0].ranges) > 2 and "elif s" in code.source
+
+
+def test_memory_planning_is_left_alone():
+    """Its pools span the program: a branch not taken would have allocated them."""
+    code = compile_for("h200", relu_mm, *ARGS, dynamic=ANY, options={"memory_planning": True})
+    (decision,) = code.decisions
+    assert not decision.fired and "memory planning" in decision.reason
+    assert not re.search(r"if s\d+", code.source)
