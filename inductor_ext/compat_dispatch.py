@@ -131,8 +131,8 @@ def _may_be_unaligned(x: Any) -> bool:
 def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
     """Inductor's hints for optimisation, at lowering and at code generation, in one subgraph.
 
-    Guards ask other functions, except that torch before 2.12 decides by ``size_hint`` whether 32-bit
-    offsets are enough and then guards that: beyond them the answer is what was traced.
+    Guards ask other functions, except that torch before 2.12 decides by ``size_hint`` whether
+    32-bit offsets are enough and then guards that: beyond them the answer is what was traced.
     """
     values = {key: sympy.Integer(a.value) for key, a in assumed.items()}
 

@@ -201,6 +201,9 @@ def test_the_dispatcher(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["doctor"]) == 0
 
 
+SCRIPT = 'if __name__ == "__main__": pass\n'
+
+
 def test_bench_says_what_it_needs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -209,7 +212,8 @@ def test_bench_says_what_it_needs(
     assert command_line.bench([]) == 2
     assert "needs a checkout" in capsys.readouterr().err
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "scan.py").touch()
+    (tmp_path / "benchmarks" / "scan.py").write_text(SCRIPT)
+    (tmp_path / "benchmarks" / "shared.py").touch()
     assert command_line.bench(["nope"]) == 2
     assert "There is no benchmark 'nope'; there are: scan." in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -223,9 +227,9 @@ def test_bench_runs_each_script_and_names_those_that_failed(
     monkeypatch.setattr(command_line, "__file__", str(tmp_path / "inductor_ext" / "__main__.py"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "good.py").write_text("open('ran', 'w').close()")
-    (tmp_path / "benchmarks" / "bad.py").write_text("raise SystemExit(3)")
-    (tmp_path / "benchmarks" / "_shared.py").write_text("raise SystemExit(4)")
+    (tmp_path / "benchmarks" / "good.py").write_text(SCRIPT + "open('ran', 'w').close()")
+    (tmp_path / "benchmarks" / "bad.py").write_text(SCRIPT + "raise SystemExit(3)")
+    (tmp_path / "benchmarks" / "shared.py").write_text("raise SystemExit(4)")
     assert command_line.bench(["good"]) == 0
     assert (tmp_path / "ran").exists()
     assert command_line.bench([]) == 2
