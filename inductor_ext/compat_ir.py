@@ -1,6 +1,6 @@
 """The half of ``compat.py`` that builds: IR, templates, traced and inlined graphs, nested compiles.
 
-With ``compat`` and ``compat_virtual`` the only modules that touch private Inductor names.
+With the other ``compat`` modules the only ones that touch private Inductor names.
 """
 
 from __future__ import annotations
