@@ -50,8 +50,8 @@ def can_branch() -> str:
 
     if getattr(graph(), "fx_wrapper", False):
         return "the wrapper is an fx graph"
-    if getattr(graph(), "is_dual_wrapper_mode", False):
-        return "the wrapper is generated for Python and C++ at once"
+    if graph().cpp_wrapper or getattr(graph(), "is_dual_wrapper_mode", False):
+        return "the wrapper is C++"
     if config.memory_planning:  # one pool from the first allocation to the last, in any branch
         return "memory planning does not follow branches"
     return ""
@@ -235,15 +235,12 @@ def _node_type() -> Any:
             return [b.subgraph for b in self.branches]
 
         def codegen(self, wrapper: Any) -> None:
-            if graph().cpp_wrapper:
-                _write_cpp(wrapper, self)
-            else:
-                _write_python(wrapper, self)
+            _write_python(wrapper, self)
 
     return SizeDispatch
 
 
-def _condition(wrapper: Any, when: Sequence[Bound], conjunction: str) -> str:
+def _condition(wrapper: Any, when: Sequence[Bound]) -> str:
     terms = []
     for bound in when:
         size = wrapper.codegen_sizevar(bound.expr)
@@ -252,7 +249,7 @@ def _condition(wrapper: Any, when: Sequence[Bound], conjunction: str) -> str:
             continue
         terms += [f"{size} >= {bound.lo}"] if bound.lo is not None else []
         terms += [f"{size} <= {bound.hi}"] if bound.hi is not None else []
-    return conjunction.join(terms)
+    return " and ".join(terms)
 
 
 @contextlib.contextmanager
@@ -277,14 +274,6 @@ def _inside(wrapper: Any, subgraph: Any) -> Iterator[None]:
     wrapper.writeline(ExitSubgraphLine(wrapper))
 
 
-def _reference(wrapper: Any, operand: Any) -> str:
-    from torch._inductor import ir
-
-    if isinstance(operand, ir.IRNode):
-        return operand.codegen_reference()
-    return wrapper.codegen_sizevar(sympy.sympify(operand))
-
-
 def _write_python(wrapper: Any, node: Any) -> None:
     name = node.get_name()
     wrapper.writeline(f"{name} = [None] * {len(node.outputs)}")
@@ -292,7 +281,7 @@ def _write_python(wrapper: Any, node: Any) -> None:
         if i == len(node.branches) - 1:
             wrapper.writeline("else:")
         else:
-            condition = _condition(wrapper, branch.when, " and ")
+            condition = _condition(wrapper, branch.when)
             wrapper.writeline(f"{'elif' if i else 'if'} {condition}:")
         with _inside(wrapper, branch.subgraph):
             _inline_python(wrapper, node, branch.subgraph.graph, name)
@@ -317,21 +306,3 @@ def _inline_python(wrapper: Any, node: Any, inner: Any, name: str) -> None:
         wrapper.writeline(f"del {', '.join(dict.fromkeys(results))}")
     finally:
         wrapper.pop_codegened_graph()
-
-
-def _write_cpp(wrapper: Any, node: Any) -> None:
-    results = []
-    for out in node.outputs:
-        wrapper.writeline(f"RAIIAtenTensorHandle {out.get_name()};")
-        results.append(out.get_name())
-    operands = [_reference(wrapper, x) for x in node.operands]
-    keep_guard = getattr(wrapper, "_preserve_device_guard_state", contextlib.nullcontext)
-    for i, branch in enumerate(node.branches):
-        if i == len(node.branches) - 1:
-            wrapper.writeline("} else {")
-        else:
-            condition = _condition(wrapper, branch.when, " && ")
-            wrapper.writeline(f"{'} else ' if i else ''}if ({condition}) {{")
-        with keep_guard(), _inside(wrapper, branch.subgraph):
-            wrapper.codegen_subgraph(branch.subgraph, operands, results)
-    wrapper.writeline("}")

@@ -185,3 +185,15 @@ def test_memory_planning_is_left_alone():
     (decision,) = code.decisions
     assert not decision.fired and "memory planning" in decision.reason
     assert not re.search(r"if s\d+", code.source)
+
+
+def test_no_branch_where_the_wrapper_is_cpp(monkeypatch):
+    """One choice for bounded sizes, else stock with the reason."""
+    monkeypatch.setattr(compat, "ahead_of_time", lambda: True)
+    code = compile_for("h200", relu_mm, *ARGS, dynamic=ANY)
+    (decision,) = code.decisions
+    assert not decision.fired and "no upper bound" in decision.reason
+    assert not re.search(r"if s\d+ <=", code.source)
+    code = compile_for("h200", relu_mm, *ARGS, dynamic={0: {0: (2, 64)}})
+    (decision,) = code.decisions
+    assert decision.fired and not re.search(r"if s\d+ <=", code.source)

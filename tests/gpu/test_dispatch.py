@@ -186,9 +186,8 @@ with report.collect() as decisions, torch.no_grad():
     wide = [torch.sigmoid(x.double() @ model.weight.double().t()) for x in inputs]
     torch.save([inputs, wide, [model(x) for x in inputs]], cases)
 if which == "ours":
-    # Where this torch's wrapper can't branch the report says so, and one kernel serves all.
-    ranged = [d.fired and len(d.ranges) > 2 for d in decisions]
-    assert decisions and (all(ranged) or "wrapper" in decisions[0].reason), decisions
+    # The C++ wrapper has no branch: 4096 tokens would lose, so that one choice is stock.
+    assert decisions and not any(d.fired for d in decisions), decisions
 """
 
 LOAD = """
