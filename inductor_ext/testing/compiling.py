@@ -141,8 +141,7 @@ def compile_for(
 
 
 def _settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
-    from torch._inductor import list_mode_options
-
+    list_mode_options = private("torch._inductor:list_mode_options")
     known = sorted(list_mode_options())
     if mode not in (None, *known):
         raise ValueError(f"compile_for expected mode None or one of {known}, got {mode!r}")
