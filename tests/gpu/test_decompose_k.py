@@ -430,7 +430,7 @@ def test_one_graph_for_every_number_of_rows(judge):
     assert [d.fired for d in decisions] == [True]
 
 
-def test_unbounded_rows_are_left_alone(judge):
+def test_unbounded_rows_are_dispatched_by_range(judge):
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(relu_mm, backend=counter, dynamic=True)
     w = weight(8192, 16)
@@ -439,7 +439,9 @@ def test_unbounded_rows_are_left_alone(judge):
             x = r(m, 8192)
             judge(relu_mm, (x, w), compiled(x, w))
     assert counter.frame_count == 1
-    assert "upper bound" in decisions[0].reason and not decisions[0].fired
+    (decision,) = decisions
+    assert decision.fired and decision.ranges[-1].hi is None
+    assert decision.ranges[-1].choice == "stock" != decision.ranges[0].choice
 
 
 def test_explain():
