@@ -441,7 +441,7 @@ def test_unbounded_rows_are_dispatched_by_range(judge):
     assert counter.frame_count == 1
     (decision,) = decisions
     assert decision.fired and decision.ranges[-1].hi is None
-    assert decision.ranges[-1].choice == "stock" != decision.ranges[0].choice
+    assert decision.ranges[-1].chosen == "stock" != decision.ranges[0].chosen
 
 
 def test_explain():

@@ -1,0 +1,109 @@
+"""The plan that is shipped for a card: every target below tuned on it, merged and saved.
+
+One command, ``python -m benchmarks.plan --out inductor_ext/plans/h200.json``. The file is written
+after every target, so that a run cut short leaves a valid plan; the targets of an earlier run can
+be completed with ``--skip N`` and ``python -m inductor_ext plan merge``.
+
+Targets are the operations that models contain with these sizes, over the tokens in flight: scores
+of mixture-of-experts routers and projections of manifold-constrained hyper-connections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+
+DEVICE = "cuda"
+TOKENS = (2, 16384)  # torch makes a program of its own for one token
+TRACED_AT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A Linear without bias, [T,k] x [n,k] -> [T,n], and what follows it."""
+
+    name: str
+    k: int
+    n: int
+    scored: bool = True  # fp32 scores and a bias, as in a router; else fp32 results
+    dtype: str = "bfloat16"
+
+    def program(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        import torch
+
+        dtype = getattr(torch, self.dtype)
+        x = torch.randn(TRACED_AT, self.k, device=DEVICE) * self.k**-0.5
+        w = torch.randn(self.n, self.k, device=DEVICE)
+        bias = torch.randn(self.n, device=DEVICE) * 0.01
+
+        def router(x: Any, w: Any, bias: Any) -> Any:
+            return (x @ w.t()).float().sigmoid() + bias
+
+        def projection(x: Any, w: Any, bias: Any) -> Any:
+            return (x @ w.t()).float()
+
+        return router if self.scored else projection, (x.to(dtype), w.to(dtype), bias)
+
+
+TARGETS = (
+    Target("router of 256 experts, hidden 7168", 7168, 256),
+    Target("mHC projection, 4 streams of 7168", 28672, 24, scored=False),
+    Target("router of 384 experts, hidden 7168", 7168, 384),
+    Target("router of 128 experts, hidden 4096", 4096, 128),
+    Target("mHC projection, 4 streams of 4096", 16384, 24, scored=False),
+    Target("router of 16 experts, hidden 5120", 5120, 16),
+    Target("router of 128 experts, hidden 2880", 2880, 128),
+    Target("router of 8 experts, hidden 4096", 4096, 8),
+    Target("router of 32 experts, hidden 2880", 2880, 32),
+    Target("router of 128 experts, hidden 2048", 2048, 128),
+)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        "benchmarks.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    default = Path(__file__).parent / "results" / "plan.json"
+    add("--out", type=Path, default=default, metavar="FILE", help="where the plan goes (JSON)")
+    add("--skip", type=int, default=0, metavar="N", help="leave out the first N targets")
+    add("--budget-seconds", type=float, help="start no target after this is used up")
+    add("--list", action="store_true", help="print the targets in their order and stop")
+    args = parser.parse_args()
+    targets = TARGETS[args.skip :]
+    if args.list:
+        for target in targets:
+            print(target.name)
+        return
+
+    import inductor_ext
+    from inductor_ext import measure
+
+    try:
+        measure.require_cuda()
+    except RuntimeError as error:
+        sys.exit(str(error))
+    command = f"python -m benchmarks.plan --out {args.out.name}"
+    plan = None
+    for target in common.Budget(args.budget_seconds).take(targets):
+        print(target.name, file=sys.stderr)
+        fn, inputs = target.program()
+        tuned = inductor_ext.tune(fn, *inputs, dims={"x.0": TOKENS})
+        plan = tuned if plan is None else plan.merge(tuned)
+        plan = dataclasses.replace(plan, command=command)
+        plan.save(args.out)
+    if plan is not None:
+        print(f"{args.out}: {len(plan.entries)} entries")
+
+
+if __name__ == "__main__":
+    main()
