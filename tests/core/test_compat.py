@@ -205,7 +205,7 @@ def test_template():
     kernel = find(f"{path}TritonTemplateKernel")
     accepts(f"{path}TritonTemplateKernel.jit_lines", X)
     accepts(f"{path}TritonTemplateKernel.store_output", X, ("i",), "acc", None, val_shape=("B",))
-    source = "".join(inspect.getsource(c) for c in kernel.__mro__ if c is not object)
+    source = "".join(inspect.getsource(c) for c in kernel.__mro__ if c.__module__[:5] == "torch")
     for name in ("render_hooks", "triton_meta", "meta"):
         assert f"self.{name}" in source, f"TritonTemplateKernel.{name} is gone"
     callers = inspect.getsource(find(f"{path}TritonTemplateCaller"))

@@ -103,7 +103,9 @@ def test_a_malformed_file_is_one_sentence_on_stderr(capsys, command, file, tmp_p
     bad.write_text('{\n "format": 1,\n}')
     code, out, err = run(capsys, command, str(bad), *([file] if command == "diff" else []))
     assert code == 2 and out == ""
-    assert err.startswith(f"{bad}, line 3: not JSON") and err.count("\n") == 1
+    # Where the comma is that Python 3.13 objects to, or the brace that older ones do.
+    assert err.startswith((f"{bad}, line 2: not JSON", f"{bad}, line 3: not JSON"))
+    assert err.count("\n") == 1
 
 
 def test_usage(capsys):
