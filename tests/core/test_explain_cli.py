@@ -174,7 +174,7 @@ def test_on_a_virtual_card_with_ranges(program, capsys, tmp_path):
     assert all(r["chosen"] in out.replace("\n", "") or len(r["chosen"]) > 20 for r in row["ranges"])
     # What the docstring of to_json promises, and nothing besides.
     fields = report.Report.to_json.__doc__
-    assert all(re.search(rf"\n +{name} ", fields) for name in row)
+    assert all(re.search(rf"\n *{name} ", fields) for name in row)
     assert set(row["ranges"][0]) == {"size", "lo", "hi", "chosen", "and_also"}
     assert set(row["candidates"][0]) == {"name", "us", "note"}
 
