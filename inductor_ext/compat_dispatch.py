@@ -50,11 +50,28 @@ def can_branch() -> str:
 
     if getattr(graph(), "fx_wrapper", False):
         return "the wrapper is an fx graph"
-    if graph().cpp_wrapper or getattr(graph(), "is_dual_wrapper_mode", False):
-        return "the wrapper is C++"
+    if compat.ahead_of_time() and not _kernels_of_every_branch():
+        return "the C++ wrapper has only the kernels that one call ran"
     if config.memory_planning:  # one pool from the first allocation to the last, in any branch
         return "memory planning does not follow branches"
     return ""
+
+
+def _kernels_of_every_branch() -> bool:
+    """Whether a C++ wrapper gets every kernel in its text, not only those of the traced size.
+
+    With ``autotune_at_compile_time`` each kernel is called once beforehand, whatever branch it is
+    in; kernels compiled at their first launch (torch 2.12 on, not ahead of time) are all there as
+    source. Otherwise a program is run on the example's sizes, and what it did not launch is
+    missing.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen import cpp_wrapper_gpu
+
+    if config.triton.autotune_at_compile_time:
+        return True
+    lazy = hasattr(cpp_wrapper_gpu.DeferredTritonCallWrapper, "generate_lazy")
+    return lazy and not compat.in_aot_mode()
 
 
 class Bound(NamedTuple):
@@ -235,12 +252,15 @@ def _node_type() -> Any:
             return [b.subgraph for b in self.branches]
 
         def codegen(self, wrapper: Any) -> None:
-            _write_python(wrapper, self)
+            if graph().cpp_wrapper:
+                _write_cpp(wrapper, self)
+            else:
+                _write_python(wrapper, self)
 
     return SizeDispatch
 
 
-def _condition(wrapper: Any, when: Sequence[Bound]) -> str:
+def _condition(wrapper: Any, when: Sequence[Bound], conjunction: str) -> str:
     terms = []
     for bound in when:
         size = wrapper.codegen_sizevar(bound.expr)
@@ -249,7 +269,7 @@ def _condition(wrapper: Any, when: Sequence[Bound]) -> str:
             continue
         terms += [f"{size} >= {bound.lo}"] if bound.lo is not None else []
         terms += [f"{size} <= {bound.hi}"] if bound.hi is not None else []
-    return " and ".join(terms)
+    return conjunction.join(terms)
 
 
 @contextlib.contextmanager
@@ -261,6 +281,10 @@ def _inside(wrapper: Any, subgraph: Any) -> Iterator[None]:
     # The device was selected around the whole ``if``.
     names = ("codegen_device_guard_enter", "codegen_device_guard_exit")
     wrapper.writeline(EnterSubgraphLine(wrapper, subgraph.graph))
+    # Each graph numbers its products of sizes (ps0 = 64*s0) anew: what a name stands for outside
+    # must not be taken for its value here, nor, where names are not scoped, the other way round.
+    none_computed = type(wrapper.computed_sizes)
+    wrapper.computed_sizes = none_computed()
     for name in names:
         setattr(wrapper, name, lambda *args, **kwargs: None)
     try:
@@ -272,6 +296,8 @@ def _inside(wrapper: Any, subgraph: Any) -> Iterator[None]:
     # Allocations are planned for the whole program, with the outer graph at hand.
     graph().removed_buffers |= subgraph.graph.removed_buffers
     wrapper.writeline(ExitSubgraphLine(wrapper))
+    if not graph().cpp_wrapper:
+        wrapper.computed_sizes = none_computed()
 
 
 def _write_python(wrapper: Any, node: Any) -> None:
@@ -281,7 +307,7 @@ def _write_python(wrapper: Any, node: Any) -> None:
         if i == len(node.branches) - 1:
             wrapper.writeline("else:")
         else:
-            condition = _condition(wrapper, branch.when)
+            condition = _condition(wrapper, branch.when, " and ")
             wrapper.writeline(f"{'elif' if i else 'if'} {condition}:")
         with _inside(wrapper, branch.subgraph):
             _inline_python(wrapper, node, branch.subgraph.graph, name)
@@ -306,3 +332,26 @@ def _inline_python(wrapper: Any, node: Any, inner: Any, name: str) -> None:
         wrapper.writeline(f"del {', '.join(dict.fromkeys(results))}")
     finally:
         wrapper.pop_codegened_graph()
+
+
+def _write_cpp(wrapper: Any, node: Any) -> None:
+    """Outputs are declared before the ``if``; what a branch declares ends with its block."""
+    from torch._inductor import ir
+
+    results = []
+    for out in node.outputs:
+        wrapper.writeline(f"RAIIAtenTensorHandle {out.get_name()};")
+        results.append(out.get_name())
+    operands = [
+        x.codegen_reference() if isinstance(x, ir.IRNode) else wrapper.codegen_sizevar(x)
+        for x in node.operands
+    ]
+    for i, branch in enumerate(node.branches):
+        if i == len(node.branches) - 1:
+            wrapper.writeline("} else {")
+        else:
+            condition = _condition(wrapper, branch.when, " && ")
+            wrapper.writeline(f"{'} else ' if i else ''}if ({condition}) {{")
+        with _inside(wrapper, branch.subgraph):
+            wrapper.codegen_subgraph(branch.subgraph, operands, results)
+    wrapper.writeline("}")
