@@ -50,28 +50,27 @@ def can_branch() -> str:
 
     if getattr(graph(), "fx_wrapper", False):
         return "the wrapper is an fx graph"
-    if compat.ahead_of_time() and not _kernels_of_every_branch():
-        return "the C++ wrapper has only the kernels that one call ran"
+    if lacks_kernels():
+        return "the C++ wrapper would have the kernels of one branch only"
     if config.memory_planning:  # one pool from the first allocation to the last, in any branch
         return "memory planning does not follow branches"
     return ""
 
 
-def _kernels_of_every_branch() -> bool:
-    """Whether a C++ wrapper gets every kernel in its text, not only those of the traced size.
+def lacks_kernels() -> bool:
+    """Whether a C++ wrapper would have the kernels of one branch only, that of the traced sizes.
 
     With ``autotune_at_compile_time`` each kernel is called once beforehand, whatever branch it is
-    in; kernels compiled at their first launch (torch 2.12 on, not ahead of time) are all there as
-    source. Otherwise a program is run on the example's sizes, and what it did not launch is
-    missing.
+    in, and kernels that are compiled at their first launch (torch 2.12 on, not ahead of time) are
+    all there as source. Otherwise a program is run on the example's sizes: what it did not launch
+    is missing.
     """
     from torch._inductor import config
-    from torch._inductor.codegen import cpp_wrapper_gpu
+    from torch._inductor.codegen.cpp_wrapper_gpu import DeferredTritonCallWrapper
 
-    if config.triton.autotune_at_compile_time:
-        return True
-    lazy = hasattr(cpp_wrapper_gpu.DeferredTritonCallWrapper, "generate_lazy")
-    return lazy and not compat.in_aot_mode()
+    if not compat.ahead_of_time() or config.triton.autotune_at_compile_time:
+        return False
+    return compat.in_aot_mode() or not hasattr(DeferredTritonCallWrapper, "generate_lazy")
 
 
 class Bound(NamedTuple):
@@ -149,11 +148,14 @@ def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
     """Inductor's hints for optimisation, at lowering and at code generation, in one subgraph.
 
     Guards ask other functions, except that torch before 2.12 decides by ``size_hint`` whether
-    32-bit offsets are enough and then guards that: beyond them the answer is what was traced.
+    32-bit offsets are enough and then guards that: beyond them the answer is what was traced. It
+    also pairs the dimensions of a view by it, where a product must agree with its factors: there
+    only sizes that are one symbol are assumed.
     """
-    values = {key: sympy.Integer(a.value) for key, a in assumed.items()}
+    every = {key: sympy.Integer(a.value) for key, a in assumed.items()}
+    symbols = {key: value for key, value in every.items() if key.is_Symbol}
 
-    def answering(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def answering(ask: Callable[..., Any], values: Mapping[Any, Any]) -> Callable[..., Any]:
         @functools.wraps(ask)
         def answer(expr: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(expr, sympy.Expr) and not expr.is_number:
@@ -166,9 +168,9 @@ def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
 
         return answer
 
-    for name in ("optimization_hint", "size_hint"):
+    for name, values in (("optimization_hint", every), ("size_hint", symbols)):
         if hasattr(sizevars, name):
-            setattr(sizevars, name, answering(getattr(sizevars, name)))
+            setattr(sizevars, name, answering(getattr(sizevars, name), values))
 
 
 def realize_operand(x: Any, fake: Any) -> Any:

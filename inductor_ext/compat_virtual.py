@@ -413,8 +413,8 @@ def virtual_card(
     ``choose(name, choices)`` answers each autotuning question; ``on_code(graph, code)`` is given
     every generated program with its GraphLowering and returns the callable to use in its place;
     ``on_copy(gradient, copy)`` is told of each gradient that is copied into the memory format that
-    the backward was generated for; ``on_package(cpp, kernel_files)`` is given AOTInductor's program.
-    Yields a ``CardTensors``.
+    the backward was generated for; ``on_package(cpp, kernel_files)`` is given AOTInductor's
+    program. Yields a ``CardTensors``.
     """
     from inductor_ext.testing.autocast import patch_autocast
     from inductor_ext.testing.cardtensors import CardTensors, patch_fake_tensors

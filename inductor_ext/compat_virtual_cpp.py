@@ -16,15 +16,15 @@ from typing import Any
 from inductor_ext.compat_patches import MovedName, Patches, private
 
 
-def patch_cpp_wrapper(
-    patches: Patches, on_package: Callable[[str, list[str]], str] | None
-) -> None:
+def patch_cpp_wrapper(patches: Patches, on_package: Callable[[str, list[str]], str] | None) -> None:
     """Kernels of a C++ wrapper are compiled, not called; packages are handed to ``on_package``."""
 
     from inductor_ext.testing.generated import kernels_of
 
     def compile_instead(wrapper: Any) -> None:
-        called = set(re.findall(r"^\s*(\w+)\.run\(", wrapper.kernel_autotune_calls.getvalue(), re.M))
+        called = set(
+            re.findall(r"^\s*(\w+)\.run\(", wrapper.kernel_autotune_calls.getvalue(), re.M)
+        )
         for kernel in kernels_of(wrapper.kernel_autotune_defs.getvalue()):
             if kernel.name in called:
                 _save_binary(kernel.source)
@@ -75,7 +75,6 @@ def _save_binary(source: str) -> None:
 def cpp_of(module: str) -> str:
     """The C++ text inside the Python module that is written for a C++ wrapper."""
     for node in ast.walk(ast.parse(module)):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if node.targets[0].id == "cpp_wrapper_src":
-                return str(ast.literal_eval(node.value))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "cpp_wrapper_src":
+            return str(ast.literal_eval(node.value))
     raise MovedName("inductor_ext.testing expected cpp_wrapper_src = ... in a program, got none")

@@ -65,7 +65,7 @@ def _site(
                 lowering: choosing.Decided(boxes[0].choice, source, reason, times)
             }
         return None
-    if compat_dispatch.can_branch():  # one choice for all sizes, or stock; the lowering says why
+    if compat_dispatch.lacks_kernels():  # one choice for all sizes, or stock
         return None
     region = matching.fusible_region(node, taken)
     if region is None:

@@ -1,4 +1,4 @@
-"""AOTInductor's C++ programs for a card that is not there, and whether a C++ compiler takes them."""
+"""AOTInductor's C++ programs for a card that is not there; whether a C++ compiler takes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inductor_ext.testing.compiling import _captured_tensors, _check_tensor, _Ch
 
 @dataclasses.dataclass(frozen=True)
 class CppProgram:
-    """``source`` as AOTInductor would compile it, and the kernel binaries that go into the package."""
+    """What AOTInductor would compile, and the kernel binaries that would go into the package."""
 
     source: str
     kernel_files: list[str]
