@@ -122,6 +122,7 @@ class Several(torch.nn.Module):
         return before, q.cumsum(1), p.argmax(-1), torch.relu(z), z.float().exp(), (p * 2).sum()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_several_regions_with_several_results_compile():
     b, n, m = Dim("b", min=2, max=64), Dim("n", min=2, max=64), Dim("m", min=2, max=4096)
