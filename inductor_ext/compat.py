@@ -318,6 +318,13 @@ def ahead_of_time() -> bool:
     return bool(getattr(graph(), "aot_mode", in_pass) or cpp_wrapper)
 
 
+def in_aot_mode() -> bool:
+    """Whether this is AOTInductor's compile: what is generated is packaged, not run."""
+    from torch._inductor.virtualized import V
+
+    return bool(getattr(graph(), "aot_mode", V.aot_compilation))
+
+
 def float32_precision() -> str:
     """ "ieee" or "tf32": what torch's float32 matmul setting asks for on the card."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)

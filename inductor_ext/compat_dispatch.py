@@ -50,11 +50,27 @@ def can_branch() -> str:
 
     if getattr(graph(), "fx_wrapper", False):
         return "the wrapper is an fx graph"
-    if graph().cpp_wrapper or getattr(graph(), "is_dual_wrapper_mode", False):
-        return "the wrapper is C++"
+    if lacks_kernels():
+        return "the C++ wrapper would have the kernels of one branch only"
     if config.memory_planning:  # one pool from the first allocation to the last, in any branch
         return "memory planning does not follow branches"
     return ""
+
+
+def lacks_kernels() -> bool:
+    """Whether a C++ wrapper would have the kernels of one branch only, that of the traced sizes.
+
+    With ``autotune_at_compile_time`` each kernel is called once beforehand, whatever branch it is
+    in, and kernels that are compiled at their first launch (torch 2.12 on, not ahead of time) are
+    all there as source. Otherwise a program is run on the example's sizes: what it did not launch
+    is missing.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp_wrapper_gpu import DeferredTritonCallWrapper
+
+    if not compat.ahead_of_time() or config.triton.autotune_at_compile_time:
+        return False
+    return compat.in_aot_mode() or not hasattr(DeferredTritonCallWrapper, "generate_lazy")
 
 
 class Bound(NamedTuple):
@@ -132,11 +148,14 @@ def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
     """Inductor's hints for optimisation, at lowering and at code generation, in one subgraph.
 
     Guards ask other functions, except that torch before 2.12 decides by ``size_hint`` whether
-    32-bit offsets are enough and then guards that: beyond them the answer is what was traced.
+    32-bit offsets are enough and then guards that: beyond them the answer is what was traced. It
+    also pairs the dimensions of a view by it, where a product must agree with its factors: there
+    only sizes that are one symbol are assumed.
     """
-    values = {key: sympy.Integer(a.value) for key, a in assumed.items()}
+    every = {key: sympy.Integer(a.value) for key, a in assumed.items()}
+    symbols = {key: value for key, value in every.items() if key.is_Symbol}
 
-    def answering(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def answering(ask: Callable[..., Any], values: Mapping[Any, Any]) -> Callable[..., Any]:
         @functools.wraps(ask)
         def answer(expr: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(expr, sympy.Expr) and not expr.is_number:
@@ -149,9 +168,9 @@ def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
 
         return answer
 
-    for name in ("optimization_hint", "size_hint"):
+    for name, values in (("optimization_hint", every), ("size_hint", symbols)):
         if hasattr(sizevars, name):
-            setattr(sizevars, name, answering(getattr(sizevars, name)))
+            setattr(sizevars, name, answering(getattr(sizevars, name), values))
 
 
 def realize_operand(x: Any, fake: Any) -> Any:
@@ -235,12 +254,15 @@ def _node_type() -> Any:
             return [b.subgraph for b in self.branches]
 
         def codegen(self, wrapper: Any) -> None:
-            _write_python(wrapper, self)
+            if graph().cpp_wrapper:
+                _write_cpp(wrapper, self)
+            else:
+                _write_python(wrapper, self)
 
     return SizeDispatch
 
 
-def _condition(wrapper: Any, when: Sequence[Bound]) -> str:
+def _condition(wrapper: Any, when: Sequence[Bound], conjunction: str) -> str:
     terms = []
     for bound in when:
         size = wrapper.codegen_sizevar(bound.expr)
@@ -249,7 +271,7 @@ def _condition(wrapper: Any, when: Sequence[Bound]) -> str:
             continue
         terms += [f"{size} >= {bound.lo}"] if bound.lo is not None else []
         terms += [f"{size} <= {bound.hi}"] if bound.hi is not None else []
-    return " and ".join(terms)
+    return conjunction.join(terms)
 
 
 @contextlib.contextmanager
@@ -261,6 +283,10 @@ def _inside(wrapper: Any, subgraph: Any) -> Iterator[None]:
     # The device was selected around the whole ``if``.
     names = ("codegen_device_guard_enter", "codegen_device_guard_exit")
     wrapper.writeline(EnterSubgraphLine(wrapper, subgraph.graph))
+    # Each graph numbers its products of sizes (ps0 = 64*s0) anew: what a name stands for outside
+    # must not be taken for its value here, nor, where names are not scoped, the other way round.
+    none_computed = type(wrapper.computed_sizes)
+    wrapper.computed_sizes = none_computed()
     for name in names:
         setattr(wrapper, name, lambda *args, **kwargs: None)
     try:
@@ -272,6 +298,8 @@ def _inside(wrapper: Any, subgraph: Any) -> Iterator[None]:
     # Allocations are planned for the whole program, with the outer graph at hand.
     graph().removed_buffers |= subgraph.graph.removed_buffers
     wrapper.writeline(ExitSubgraphLine(wrapper))
+    if not graph().cpp_wrapper:
+        wrapper.computed_sizes = none_computed()
 
 
 def _write_python(wrapper: Any, node: Any) -> None:
@@ -281,7 +309,7 @@ def _write_python(wrapper: Any, node: Any) -> None:
         if i == len(node.branches) - 1:
             wrapper.writeline("else:")
         else:
-            condition = _condition(wrapper, branch.when)
+            condition = _condition(wrapper, branch.when, " and ")
             wrapper.writeline(f"{'elif' if i else 'if'} {condition}:")
         with _inside(wrapper, branch.subgraph):
             _inline_python(wrapper, node, branch.subgraph.graph, name)
@@ -306,3 +334,26 @@ def _inline_python(wrapper: Any, node: Any, inner: Any, name: str) -> None:
         wrapper.writeline(f"del {', '.join(dict.fromkeys(results))}")
     finally:
         wrapper.pop_codegened_graph()
+
+
+def _write_cpp(wrapper: Any, node: Any) -> None:
+    """Outputs are declared before the ``if``; what a branch declares ends with its block."""
+    from torch._inductor import ir
+
+    results = []
+    for out in node.outputs:
+        wrapper.writeline(f"RAIIAtenTensorHandle {out.get_name()};")
+        results.append(out.get_name())
+    operands = [
+        x.codegen_reference() if isinstance(x, ir.IRNode) else wrapper.codegen_sizevar(x)
+        for x in node.operands
+    ]
+    for i, branch in enumerate(node.branches):
+        if i == len(node.branches) - 1:
+            wrapper.writeline("} else {")
+        else:
+            condition = _condition(wrapper, branch.when, " && ")
+            wrapper.writeline(f"{'} else ' if i else ''}if ({condition}) {{")
+        with _inside(wrapper, branch.subgraph):
+            wrapper.codegen_subgraph(branch.subgraph, operands, results)
+    wrapper.writeline("}")

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from inductor_ext.compat_patches import MovedName, Patches, private
+from inductor_ext.compat_virtual_cpp import cpp_of, patch_cpp_wrapper
 from inductor_ext.testing.cards import Card
 
 CARD_DEVICE = torch.device("cuda", 0)
@@ -233,7 +234,8 @@ def _patch_inductor(
 
     def compile_to_module(graph: Any) -> Any:
         if graph.cpp_wrapper:
-            raise ValueError("compile_for expected the Python wrapper, got cpp_wrapper=True")
+            wrapper_code, _ = graph.codegen_with_cpp_wrapper()
+            return _Module(on_code(graph, cpp_of(wrapper_code.value)))
         wrapper_code, _ = graph.codegen()
         return _Module(on_code(graph, getattr(wrapper_code, "value", wrapper_code)))
 
@@ -404,13 +406,15 @@ def virtual_card(
     choose: Callable[[str, list[Any]], Any],
     on_code: Callable[..., Any],
     on_copy: Callable[[torch.Tensor, torch.Tensor], None],
+    on_package: Callable[[str, list[str]], str] | None = None,
 ) -> Iterator[Any]:
     """``virtual_device``, and the compiler generates code for it instead of running it.
 
     ``choose(name, choices)`` answers each autotuning question; ``on_code(graph, code)`` is given
     every generated program with its GraphLowering and returns the callable to use in its place;
     ``on_copy(gradient, copy)`` is told of each gradient that is copied into the memory format that
-    the backward was generated for. Yields a ``CardTensors``.
+    the backward was generated for; ``on_package(cpp, kernel_files)`` is given AOTInductor's
+    program. Yields a ``CardTensors``.
     """
     from inductor_ext.testing.autocast import patch_autocast
     from inductor_ext.testing.cardtensors import CardTensors, patch_fake_tensors
@@ -434,6 +438,7 @@ def virtual_card(
         patch_attention(patches)
         patch_autocast(patches)
         _patch_inductor(patches, choose, on_code)
+        patch_cpp_wrapper(patches, on_package)
         _patch_gradient_copies(patches, on_copy)
         yield CardTensors()
 

@@ -65,7 +65,7 @@ def _site(
                 lowering: choosing.Decided(boxes[0].choice, source, reason, times)
             }
         return None
-    if compat.ahead_of_time():  # the C++ wrapper has no branch: one choice for all sizes, or stock
+    if compat_dispatch.lacks_kernels():  # one choice for all sizes, or stock
         return None
     region = matching.fusible_region(node, taken)
     if region is None:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
     from inductor_ext.testing.cards import CARDS as CARDS
     from inductor_ext.testing.cards import Card as Card
     from inductor_ext.testing.compiling import compile_for as compile_for
+    from inductor_ext.testing.cpp import CppProgram as CppProgram
+    from inductor_ext.testing.cpp import cpp_errors as cpp_errors
+    from inductor_ext.testing.cpp import no_cpp_check as no_cpp_check
+    from inductor_ext.testing.cpp import package_for as package_for
     from inductor_ext.testing.generated import GeneratedCode as GeneratedCode
     from inductor_ext.testing.generated import Kernel as Kernel
     from inductor_ext.testing.golden import assert_golden as assert_golden
@@ -27,14 +31,18 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
 _HOME = {
     "CARDS": "cards",
     "Card": "cards",
+    "CppProgram": "cpp",
     "GeneratedCode": "generated",
     "Kernel": "generated",
     "KernelBinary": "binaries",
     "assert_golden": "golden",
     "compile_for": "compiling",
+    "cpp_errors": "cpp",
     "interpret_source": "interpreter",
+    "no_cpp_check": "cpp",
     "normalise": "golden",
     "outline": "golden",
+    "package_for": "cpp",
     "run_interpreted": "interpreter",
     "run_kernel_interpreted": "interpreter",
 }

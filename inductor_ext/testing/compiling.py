@@ -67,7 +67,8 @@ def compile_for(
             marked with ``torch._dynamo.mark_dynamic`` stay marked.
         mode: as for torch.compile. In the max-autotune modes nothing can be timed: each operation
             takes its first external candidate (the stock library call) unless forced.
-        options: Inductor configuration, as for torch.compile, on top of ``mode``.
+        options: Inductor configuration, as for torch.compile, on top of ``mode``. With
+            ``{"cpp_wrapper": True}`` the program is C++: of the result, its text and the decisions.
         force: ``{operation: regular expression}``; where Inductor autotunes ``operation`` ("mm",
             "addmm", the name of a custom operation), the first candidate whose "name description"
             contains a match is taken. ``{lowering: regular expression}``: that lowering of the

@@ -161,7 +161,10 @@ class GeneratedCode:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(source: str) -> ast.Module:
-    return ast.parse(source)
+    try:
+        return ast.parse(source)
+    except SyntaxError as e:
+        raise ValueError("expected a Python program to look for kernels and calls in") from e
 
 
 def _dotted(node: ast.expr) -> str:

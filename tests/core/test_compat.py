@@ -321,6 +321,8 @@ def test_branches():
         find(f"{path}PythonWrapperCodegen.{name}")
     for name in ("codegen_device_guard_enter", "codegen_device_guard_exit"):
         find(f"{path}PythonWrapperCodegen.{name}")
+    accepts("torch._inductor.codegen.cpp_wrapper_cpu:CppWrapperCpu.codegen_subgraph", X, X, [], [])
+    find("torch._inductor.codegen.cpp_wrapper_gpu:DeferredTritonCallWrapper")
     find("torch._inductor.sizevars:SizeVarAllocator.remove_precomputed_replacements")
 
 

@@ -183,6 +183,27 @@ def test_product_of_two_sizes(conditions_of, right_at):
         right_at(code, fn, (r(batch, rows, 4096), w))
 
 
+def test_products_of_sizes_inside_and_outside(right_at):
+    """Each graph numbers such products anew: one's must not be read as another's."""
+
+    def fn(x, w, c, y):
+        b, n, _ = x.shape
+        first = y.sin() + y[:, :1]  # divides by 48 n, before the branch and after it
+        h = torch.relu(x.reshape(b * n, 4096) @ w).reshape(b, n, 64) + c  # by 64 n, inside
+        return first, h, (first.cumsum(1) + y[:, :1]) * h.cumsum(1)[:, :1, :1]
+
+    args = r(4, 6, 4096), weight(4096, 64), r(4, 1, 64), r(4, 6, 48)
+    b, n = (2, 64), (2, 64)
+    code = compile_for("h200", fn, *args, dynamic={0: {0: b, 1: n}, 2: {0: b}, 3: {0: b, 1: n}})
+    assert len(code.decisions[0].ranges) > 2
+    named = re.findall(r"^( +)(ps\d+) = (.*)$", code.source, re.MULTILINE)
+    assert len({indent for indent, *_ in named}) == 2, named
+    assert any(a[1] == b[1] and a[2] != b[2] for a in named for b in named), named
+    for size in ((2, 3), (4, 6), (7, 9), (20, 61)):
+        x, y = r(*size, 4096), r(*size, 48)
+        right_at(code, fn, (x, args[1], r(size[0], 1, 64), y))
+
+
 def test_rows_and_batch(conditions_of, right_at):
     def fn(a, b):
         return torch.tanh(torch.bmm(a, b))

@@ -187,9 +187,9 @@ def test_memory_planning_is_left_alone():
     assert not re.search(r"if s\d+", code.source)
 
 
-def test_no_branch_where_the_wrapper_is_cpp(monkeypatch):
+def test_no_branch_where_cpp_would_lack_its_kernels(monkeypatch):
     """One choice for bounded sizes, else stock with the reason."""
-    monkeypatch.setattr(compat, "ahead_of_time", lambda: True)
+    monkeypatch.setattr(compat_dispatch, "lacks_kernels", lambda: True)
     code = compile_for("h200", relu_mm, *ARGS, dynamic=ANY)
     (decision,) = code.decisions
     assert not decision.fired and "no upper bound" in decision.reason

@@ -1,7 +1,14 @@
 """Shared by the tests on a card: a clean setting, compiling with its decisions, judging by fp64."""
 
+import contextlib
 import copy
 import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -65,6 +72,85 @@ def compile_and_fire(fn, *args, **options):
     assert decisions, "no site was looked at"
     assert decisions[0].fired, decisions[0].reason
     return compiled, out
+
+
+# --- processes of their own -----------------------------------------------------------------------
+
+
+def in_process(script, *argv, folder, preload="", seconds=120):
+    """(exit code, None where it took too long; what it wrote) of a Python script.
+
+    It writes to a file and is ended with all it started: a worker of Inductor's that outlived it
+    would keep a pipe open, and reading that would wait for the worker.
+    """
+    env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if preload:
+        env["LD_PRELOAD"] = preload
+    with open(folder / "output.txt", "w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, argv)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=env,
+            start_new_session=True,
+            # Writing the memory of a crashed process to the disk can take minutes.
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return code, output.read()[-3000:]
+
+
+def compilers_libstdcxx():
+    """The C++ library of the compiler that a package is compiled with; "" if it can't be found.
+
+    With another copy in the process, loaded first, the package's regular expressions are compiled
+    code of one copy on data of the other: torch's loader of packages then crashes, also on stock's.
+    """
+    if shutil.which("gcc") is None:
+        return ""
+    asked = ["gcc", "-print-file-name=libstdc++.so.6"]
+    path = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.strip()
+    return os.path.realpath(path) if os.path.isabs(path) else ""
+
+
+def check_package(build, load, folder):
+    """Build a package in one process ("ours"), load and check it in another without the plugin.
+
+    Skips where stock's package ("stock") can't be loaded either.
+    """
+
+    def attempt(which):
+        paths = folder / f"{which}.pt2", folder / f"{which}.pt"
+        code, wrote = in_process(build, which, *paths, folder=folder)
+        if code != 0:
+            return "be built", code, wrote
+        preload = compilers_libstdcxx()
+        code, wrote = in_process(load, which, *paths, folder=folder, preload=preload)
+        return "be loaded and run" if code != 0 else "", code, wrote
+
+    failed, code, wrote = attempt("ours")
+    if not failed:
+        return
+    stock_failed, stock_code, stock_wrote = attempt("stock")
+    if stock_failed == failed:
+        pytest.skip(
+            f"stock's package can't {failed} either (exit code {stock_code}): {stock_wrote[-300:]}"
+        )
+    raise AssertionError(f"our package can't {failed} (exit code {code}): {wrote}")
+
+
+@pytest.fixture(name="check_package")
+def _check_package(tmp_path):
+    return lambda build, load: check_package(build, load, tmp_path)
 
 
 @pytest.fixture(name="judge")
