@@ -15,6 +15,7 @@ import functools
 import importlib
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -333,11 +334,17 @@ def on_real_card() -> bool:
     return compat_virtual.active_card() is None and torch.cuda.is_available()
 
 
-def without_caches() -> Any:
-    """A context in which nothing is read from or written to Inductor's caches."""
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """A context in which nothing is read from or written to Inductor's caches.
+
+    Dynamo warns that its profile is off then, which is meant.
+    """
     from torch._inductor import config
 
-    return config.patch(force_disable_caches=True)
+    with warnings.catch_warnings(), config.patch(force_disable_caches=True):
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+        yield
 
 
 def strict() -> Any:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +52,28 @@ class _Dim(NamedTuple):
         )
 
 
+class Tally:
+    """What tuning took: seconds, and how much was timed and compiled."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._sizes: set[tuple[str, int]] = set()
+        self._candidates: set[tuple[str, str]] = set()
+        self.programs = 0
+
+    def add(self, site: str, size: int, names: Sequence[str]) -> None:
+        """Count one measurement."""
+        self._sizes.add((site, size))
+        self._candidates.update((site, name) for name in names)
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._started
+        return (
+            f"took {seconds:.0f} s: {len(self._sizes)} sizes, {len(self._candidates)} candidates, "
+            f"{self.programs} programs compiled"
+        )
+
+
 def tune(
     fn: Callable[..., Any],
     *args: Any,
@@ -60,6 +83,7 @@ def tune(
     max_memory: int | None = None,
     _measure: Timer | None = None,
     _card: str | None = None,
+    _tally: Tally | None = None,
 ) -> Plan:
     """Measure, for every site of ``fn``, which candidate is fastest over ranges of ``dims``.
 
@@ -83,9 +107,10 @@ def tune(
     found = _resolve(original, args, dims)
     if max_memory is None:
         max_memory = sys.maxsize if _measure else int(0.8 * torch.cuda.mem_get_info()[0])
+    tally = Tally() if _tally is None else _tally
     with _bar(progress) as tick:
         for alike in (False, True):
-            tuner = _Tuner(found, max_ranges, max_memory, _measure, tick)
+            tuner = _Tuner(found, max_ranges, max_memory, _measure, tick, tally)
             if _run(tuner, original, args, _marks(found, args, alike=alike), _card):
                 break
         else:
@@ -99,6 +124,7 @@ def tune(
             raise ValueError(
                 f"expected dims that are dynamic in the graph, and no site depends on {d}"
             )
+    log.info("tune: %s", tally)
     settings = ", ".join(f"{d.argument}.{d.dim}={d.lo}..{d.hi}" for d in found)
     name = getattr(original, "__qualname__", type(original).__qualname__)
     return Plan(
@@ -112,10 +138,10 @@ def tune(
 
 @contextlib.contextmanager
 def _bar(on: bool) -> Iterator[Callable[[str], None]]:
-    """A progress bar, or nothing; ``tick(text)`` counts one measurement."""
+    """A progress bar, or nothing; ``tick(text)`` counts one measurement, and says what it found."""
     from tqdm import tqdm
 
-    with tqdm(disable=not on, unit=" sizes", desc="tune") as bar:
+    with tqdm(disable=not on, unit=" measurements", desc="tune") as bar:
 
         def tick(text: str) -> None:
             bar.set_postfix_str(text, refresh=False)
@@ -276,9 +302,10 @@ class _Tuner:
         max_memory: int,
         timer: Timer | None,
         tick: Callable[[str], None],
+        tally: Tally,
     ) -> None:
         self._dims, self._max_ranges, self._max_memory = dims, max_ranges, max_memory
-        self._timer, self._tick = timer, tick
+        self._timer, self._tick, self.tally = timer, tick, tally
         self.entries: dict[Any, Entry] = {}
         self.reached: set[str] = set()
         self.error: Exception | None = None
@@ -298,7 +325,11 @@ class _Tuner:
         self.card = compat.card_name() or ""
         node = compat.current_node()
         try:
-            self._site(MeasuredSite(lowering, site, problem, names, how, self._timer, node))
+            at = MeasuredSite(lowering, site, problem, names, how, self._timer, node)
+            try:
+                self._site(at)
+            finally:
+                self.tally.programs += at.compiled
         except Exception as error:  # raised here, it would be taken for a failing lowering
             self.error = error
 
@@ -342,6 +373,14 @@ class _Tuner:
                 found.append((d, symbol))
         return found
 
+    def _count(
+        self, at: MeasuredSite, size: int, names: Sequence[str], times: Mapping[str, float]
+    ) -> None:
+        self.tally.add(at.site, size, names)
+        best = min(times, key=times.__getitem__, default="")
+        found = f", fastest {best} {times[best]:.2f} us" if best else ""
+        self._tick(f"{at.site} at {size}: {len(names)} timed{found}")
+
     def _along(
         self, at: MeasuredSite, lead: tuple[_Dim, Any] | None, fixed: Mapping[Any, int]
     ) -> tuple[list[ranges.MeasuredRange], int]:
@@ -371,15 +410,24 @@ class _Tuner:
             )
         coarse = sorted({top, *(size for size in coarse if size <= top)})
         stock = {choosing.STOCK} if at.how.stock_may_win else set()
+        listed = {size: at.short_list(values(size)) for size in coarse}
+        for size in coarse:  # all at once: while one is timed, the kernels of the others compile
+            at.prepare(values(size), listed[size])
+        swept: dict[int, dict[str, float]] = {}
         kept = set(stock)
         for size in coarse:
-            times = at.times(values(size), at.short_list(values(size)))
-            self._tick(f"{at.site} at {size}")
-            kept.update(sorted(times, key=times.__getitem__)[:_KEPT])
+            swept[size] = at.times(values(size), listed[size], quick=True)
+            self._count(at, size, listed[size], swept[size])
+            kept.update(sorted(swept[size], key=swept[size].__getitem__)[:_KEPT])
+        unknown = {size: sorted(kept - set(listed[size])) for size in coarse}
+        for size in coarse:
+            at.prepare(values(size), unknown[size])
         near: dict[int, set[str]] = {}
         for size in coarse:
-            times = at.times(values(size), sorted(kept))
-            self._tick(f"{at.site} at {size}")
+            if unknown[size]:
+                swept[size].update(at.times(values(size), unknown[size], quick=True))
+                self._count(at, size, unknown[size], swept[size])
+            times = {name: us for name, us in swept[size].items() if name in kept}
             best = min(times.values(), default=0.0)
             near[size] = {name for name, us in times.items() if us <= _HOPELESS * best}
 
@@ -387,7 +435,10 @@ class _Tuner:
             # What is far behind on both sides of a size is not compiled for it.
             below = near[max(c for c in coarse if c <= size)]
             above = near[min(c for c in coarse if c >= size)]
-            return at.times(values(size), sorted(stock | below | above))
+            names = sorted(stock | below | above)
+            times = at.times(values(size), names)
+            self._count(at, size, names, times)
+            return times
 
         found = ranges.find_measured_ranges(
             score,
@@ -396,7 +447,6 @@ class _Tuner:
             max_ranges=self._max_ranges - (top < hi),
             default=choosing.STOCK if at.how.stock_may_win else None,
             margin=max(at.how.threshold, 1.01) - 1,
-            progress=lambda size: self._tick(f"{at.site} at {size}"),
         )
         if top < hi:  # by the lowering's rule, without times
             found.append(ranges.MeasuredRange(top + 1, hi, choosing.STOCK))
