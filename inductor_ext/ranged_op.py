@@ -116,9 +116,9 @@ class OpSite:
         A static size is measured as it is, and so decided here.
         """
         if compat.is_static(self.size):
-            if not self._may_measure(()):
-                return None
-            self._decide_static()
+            planned = choosing.planned(self.problem)
+            if planned is None and self._may_measure(()):
+                self._decide_static()
             return None
         symbols = compat.symbols_of(self.size)
         dims = self.problem.dims
