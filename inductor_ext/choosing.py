@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import active_plan, agreement, compat, plan, report
+from . import active_plan, compat, plan, plan_cache, report
 
 STOCK = "stock"
 
@@ -219,7 +217,9 @@ def choose(
         by_plan is None and (measure.always or compat.wants_measurement()) and compat.on_real_card()
     ):
         source = "measured"
-        name, reason, times = _measure(lowering, list(by_name), key, measure)
+        # Sizes that vary are measured as they were traced, under names that say nothing.
+        at = f"{key} {problem.sizes()}" if key and problem is not None else key
+        name, reason, times = _measure(lowering, list(by_name), at, measure)
     else:
         source = "heuristic"
         name, reason = heuristic()
@@ -299,12 +299,12 @@ def _measure(
     if key and key in _measured:
         return _measured[key]
 
-    def compute() -> str:
+    def compute() -> list[Any]:
         name, reason, times = _measure_here(lowering, names, how)
-        return json.dumps([name, reason, [dataclasses.astuple(t) for t in times]])
+        return [name, reason, [dataclasses.astuple(t) for t in times]]
 
-    topic = hashlib.sha256(f"{lowering} {key}".encode()).hexdigest()[:32]
-    name, reason, times = json.loads(agreement.decide(topic, compute) if key else compute())
+    problem = f"{lowering} {key} {names} {how.threshold} {how.stock_may_win}"
+    name, reason, times = plan_cache.recall(problem, compute) if key else compute()
     result = (name, reason, tuple(report.CandidateTime(*t) for t in times))
     if key:
         _measured[key] = result

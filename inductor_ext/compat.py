@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import re
 import threading
@@ -347,6 +348,22 @@ def without_caches() -> Iterator[None]:
         yield
 
 
+def caches_on() -> bool:
+    """Whether anything may be read from or written to Inductor's caches."""
+    from torch._inductor import config
+
+    return not config.force_disable_caches
+
+
+def settings_digest() -> str:
+    """Inductor's settings that its own cache keys contain, as a hash."""
+    from torch._inductor import config
+
+    settings = config.save_config_portable(ignore_private_configs=False)
+    text = repr(sorted((name, repr(value)) for name, value in settings.items()))
+    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
+
+
 def strict() -> Any:
     """A context in which a failing lowering raises (``patch`` is added to the config module)."""
     from . import config
@@ -413,10 +430,14 @@ def card_name() -> str | None:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).name)
 
 
+def version(package: str) -> str:
+    """The whole version of an imported package."""
+    return str(importlib.import_module(package).__version__)
+
+
 def minor_version(package: str) -> str:
     """Major and minor version of an imported package: "2.13"."""
-    version = str(importlib.import_module(package).__version__)
-    return ".".join(version.split(".")[:2])
+    return ".".join(version(package).split(".")[:2])
 
 
 def distributed_store() -> tuple[Any, int, int]:

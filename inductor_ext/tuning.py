@@ -3,13 +3,14 @@
 The function is compiled once with the named dimensions dynamic. At every site that plans can
 describe, the operation and what fuses behind it are taken out of the graph, all of its tensors are
 given the sizes that follow from a value of the dimension, and the candidates are checked and timed
-as in the max-autotune modes; ``ranges.find_measured_ranges`` says at which values.
+as in the max-autotune modes; ``measured_ranges.search`` says at which values.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import inspect
 import itertools
 import logging
@@ -21,15 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import choosing, compat, measure, ranges, report
+from . import choosing, compat, measure, measured_ranges, ranges, report
 from .measured_site import MeasuredSite, Timer
 from .plan import Box, Entry, Plan
 
 log = logging.getLogger("inductor_ext")
 
-_KEPT = 2  # candidates kept of each size of the first, coarse sweep
-_HOPELESS = 1.3  # times the best: not compared between two coarse sizes where it is so far behind
-_COARSE = 4
 _BANDS = 4  # of every dimension but the one ranges are found along
 
 
@@ -394,12 +392,9 @@ class _Tuner:
         def values(size: int) -> dict[Any, int]:
             return {**fixed, **({symbol: size} if symbol is not None else {})}
 
-        coarse = sorted({lo, hi, *(p for e in range(32) if lo <= (p := _COARSE**e) <= hi)})
-        plausible = [size for size in coarse if at.plausible(values(size))]
-        if not plausible:
+        top = measured_ranges.plausible_top(at, values, lo, hi)
+        if top is None:
             return [], 0
-        # One coarse step further than the rule believes in; it may be wrong, but not by more.
-        top = min(hi, _COARSE * plausible[-1])
         need = at.memory(values(top))
         if need > self._max_memory:
             gib = 2**30
@@ -408,45 +403,13 @@ class _Tuner:
                 f"measuring {at.site} at {which} needs {need / gib:.2f} GiB, and max_memory is "
                 f"{self._max_memory / gib:.2f} GiB; lower the upper end, or raise max_memory"
             )
-        coarse = sorted({top, *(size for size in coarse if size <= top)})
-        stock = {choosing.STOCK} if at.how.stock_may_win else set()
-        listed = {size: at.short_list(values(size)) for size in coarse}
-        for size in coarse:  # all at once: while one is timed, the kernels of the others compile
-            at.prepare(values(size), listed[size])
-        swept: dict[int, dict[str, float]] = {}
-        kept = set(stock)
-        for size in coarse:
-            swept[size] = at.times(values(size), listed[size], quick=True)
-            self._count(at, size, listed[size], swept[size])
-            kept.update(sorted(swept[size], key=swept[size].__getitem__)[:_KEPT])
-        unknown = {size: sorted(kept - set(listed[size])) for size in coarse}
-        for size in coarse:
-            at.prepare(values(size), unknown[size])
-        near: dict[int, set[str]] = {}
-        for size in coarse:
-            if unknown[size]:
-                swept[size].update(at.times(values(size), unknown[size], quick=True))
-                self._count(at, size, unknown[size], swept[size])
-            times = {name: us for name, us in swept[size].items() if name in kept}
-            best = min(times.values(), default=0.0)
-            near[size] = {name for name, us in times.items() if us <= _HOPELESS * best}
-
-        def score(size: int) -> Mapping[str, float]:
-            # What is far behind on both sides of a size is not compiled for it.
-            below = near[max(c for c in coarse if c <= size)]
-            above = near[min(c for c in coarse if c >= size)]
-            names = sorted(stock | below | above)
-            times = at.times(values(size), names)
-            self._count(at, size, names, times)
-            return times
-
-        found = ranges.find_measured_ranges(
-            score,
+        found = measured_ranges.search(
+            at,
+            values,
             lo,
             top,
             max_ranges=self._max_ranges - (top < hi),
-            default=choosing.STOCK if at.how.stock_may_win else None,
-            margin=max(at.how.threshold, 1.01) - 1,
+            count=functools.partial(self._count, at),
         )
         if top < hi:  # by the lowering's rule, without times
             found.append(ranges.MeasuredRange(top + 1, hi, choosing.STOCK))

@@ -43,9 +43,11 @@ from inductor_ext import (
     dispatch,
     known,
     matching,
+    measured_ranges,
     plan,
     registry,
 )
+from inductor_ext.measured_site import MeasuredSite
 
 aten = torch.ops.aten
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -192,14 +194,21 @@ def _sizes(position: int, node: Any) -> dispatch.Sensitivity | None:
         return pick([*first, *names_of(ranked[0], itemsize, pdl), *rows], rowwise, fma)[0]
 
     planned, rest = known.of_plans(described, symbolic)
-    return dispatch.Sensitivity(
-        f"{name} {p}",
+    site = f"{name} {p}"
+    by_rule = dispatch.Sensitivity(
+        site,
         tuple(sizes[name] for name in symbolic),
         choice,
         planned,
         rest,
         lambda candidate: described.named(candidate) is not None,
     )
+
+    def measured(timer: Any) -> MeasuredSite:
+        return MeasuredSite(NAME, site, described, (), choosing.Measure(), timer, node)
+
+    key = f"{described.key} {site} {matching.consumers_key(node)}"
+    return measured_ranges.in_autotune_mode(measured, by_rule, key)
 
 
 def _mm(a: Any, b: Any, out_dtype: torch.dtype | None = None, *, layout: Any = None) -> Any:
