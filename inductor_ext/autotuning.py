@@ -160,7 +160,8 @@ def register_custom_op_autotuning(
     the compiled program has one branch on the host around the operation and what fuses behind it,
     and runs for every size without compiling anew. The ranges are ``split_points`` (at most 7, each
     the last size of its range), each scored by the geometric mean at three sizes; left out, they
-    are found by a sweep and bisection, at most 8. All tensors that share the dimension are resized.
+    are found by a sweep and bisection, at most 8, from at most 40 measured sizes (each measured up
+    to 8 times where the times are noisy). All tensors that share the dimension are resized.
     Sizes beyond ``range_upper_bound`` (default 65536), or beyond what fits into 80% of the card's
     free memory, are not measured and get the last range's choice. A static size is measured as it
     is. Ranges of a loaded plan come before, and then nothing is measured. A candidate that compares

@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import active_plan, agreement, compat, plan, report
+from . import active_plan, compat, plan, plan_cache, report
 
 STOCK = "stock"
 
@@ -190,7 +188,8 @@ def choose(
         return None
     times: tuple[report.CandidateTime, ...] = ()
     pattern, made_before = forced_choice(lowering), decided(lowering)
-    planned = _planned(problem, by_name) if pattern is None and made_before is None else None
+    ask = pattern is None and made_before is None
+    by_plan = _emittable(_planned(problem), problem, by_name) if ask else None
     if made_before is not None:
         name, source, reason, times = made_before
         if name != STOCK and name not in by_name:
@@ -211,19 +210,21 @@ def choose(
             raise LookupError(f"no candidate of {lowering} is called {pattern} here")
         if name == STOCK and not re.fullmatch(pattern, STOCK):
             reason += f", which matches none of {', '.join(by_name)}"
-    elif planned is not None and planned.name:
+    elif by_plan is not None and by_plan.name:
         source = "plan"
-        name, reason, times = planned
+        name, reason, times = by_plan
     elif (
-        planned is None and (measure.always or compat.wants_measurement()) and compat.on_real_card()
+        by_plan is None and (measure.always or compat.wants_measurement()) and compat.on_real_card()
     ):
         source = "measured"
-        name, reason, times = _measure(lowering, list(by_name), key, measure)
+        # Sizes that vary are measured as they were traced, under names that say nothing.
+        at = f"{key} {problem.sizes()}" if key and problem is not None else key
+        name, reason, times = _measure(lowering, list(by_name), at, measure)
     else:
         source = "heuristic"
         name, reason = heuristic()
-        if planned is not None:
-            reason = f"not in the plan: {planned.reason}; {reason}"
+        if by_plan is not None:
+            reason = f"{by_plan.reason}; {reason}"
         times = tuple(report.CandidateTime(n, note="not timed") for n in [STOCK, *by_name])
     out = None if name == STOCK else by_name[name].emit()
     # After emitting: a candidate that fails is reported once, by the registry.
@@ -233,7 +234,7 @@ def choose(
     return out
 
 
-class _Planned(NamedTuple):
+class Planned(NamedTuple):
     """What the plans say at a site: a candidate, or "" and why none."""
 
     name: str
@@ -241,24 +242,51 @@ class _Planned(NamedTuple):
     times: tuple[report.CandidateTime, ...] = ()
 
 
-def _planned(problem: Problem | None, by_name: dict[str, Candidate]) -> _Planned | None:
-    """The plans' choice, added to ``by_name`` if need be; None where measuring is still allowed."""
+def planned(problem: Problem | None) -> Planned | None:
+    """The plans' choice, whether or not it can be emitted; None: nothing is planned or forced, so
+    that rule and measurement decide. For a lowering that would leave the site alone."""
+    if problem is None or getattr(_forced_here, "recorder", None) is not None:
+        return None
+    if forced_choice(problem.key.lowering) is not None or decided(problem.key.lowering) is not None:
+        return None
+    return _planned(problem)
+
+
+def against_plan(problem: Problem | None, reason: str) -> str:
+    """A reason that comes before any plan, naming the plan that asks for something else."""
+    found = planned(problem)
+    if found is None or found.name in ("", STOCK):
+        return reason
+    return f"{reason}, so {found.name} is not emitted, which {found.reason} names"
+
+
+def _planned(problem: Problem | None) -> Planned | None:
     dims = {} if problem is None else problem.sizes()
     answer = active_plan.find(None if problem is None else problem.key, dims)
     if answer is None:
         return None
     if answer.box is None or problem is None:
-        return _Planned("", answer.reason)
-    name = answer.box.choice
-    if name != STOCK and name not in by_name:
-        made = problem.named(name)
-        if made is None:
-            return _Planned("", f"{answer.plan} names {name}, which is no candidate here")
-        by_name[name] = made
+        return Planned("", f"not in the plan: {answer.reason}")
     point, us = answer.box.nearest_times({**dict(problem.key.sizes), **dims})
     note = f"measured for the plan at {point}"
     times = tuple(report.CandidateTime(n, t, note) for n, t in us.items())
-    return _Planned(name, f"{answer.box} in {answer.plan}", times)
+    return Planned(answer.box.choice, f"{answer.box} in {answer.plan}", times)
+
+
+def _emittable(
+    found: Planned | None, problem: Problem | None, by_name: dict[str, Candidate]
+) -> Planned | None:
+    """The plans' choice, added to ``by_name`` if need be; no choice where there is none of it."""
+    if found is None or problem is None or found.name in ("", STOCK, *by_name):
+        return found
+    made = problem.named(found.name)
+    if made is None:
+        where = found.reason.partition(" in ")[2]
+        return Planned(
+            "", f"not in the plan: {where} names {found.name}, which is no candidate here"
+        )
+    by_name[found.name] = made
+    return found
 
 
 _measured: dict[str, tuple[str, str, tuple[report.CandidateTime, ...]]] = {}
@@ -271,12 +299,12 @@ def _measure(
     if key and key in _measured:
         return _measured[key]
 
-    def compute() -> str:
+    def compute() -> list[Any]:
         name, reason, times = _measure_here(lowering, names, how)
-        return json.dumps([name, reason, [dataclasses.astuple(t) for t in times]])
+        return [name, reason, [dataclasses.astuple(t) for t in times]]
 
-    topic = hashlib.sha256(f"{lowering} {key}".encode()).hexdigest()[:32]
-    name, reason, times = json.loads(agreement.decide(topic, compute) if key else compute())
+    problem = f"{lowering} {key} {names} {how.threshold} {how.stock_may_win}"
+    name, reason, times = plan_cache.recall(problem, compute) if key else compute()
     result = (name, reason, tuple(report.CandidateTime(*t) for t in times))
     if key:
         _measured[key] = result

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -340,11 +342,33 @@ def on_real_card() -> bool:
     return compat_virtual.active_card() is None and torch.cuda.is_available()
 
 
-def without_caches() -> Any:
-    """A context in which nothing is read from or written to Inductor's caches."""
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """A context in which nothing is read from or written to Inductor's caches.
+
+    Dynamo warns that its profile is off then, which is meant.
+    """
     from torch._inductor import config
 
-    return config.patch(force_disable_caches=True)
+    with warnings.catch_warnings(), config.patch(force_disable_caches=True):
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+        yield
+
+
+def caches_on() -> bool:
+    """Whether anything may be read from or written to Inductor's caches."""
+    from torch._inductor import config
+
+    return not config.force_disable_caches
+
+
+def settings_digest() -> str:
+    """Inductor's settings that its own cache keys contain, as a hash."""
+    from torch._inductor import config
+
+    settings = config.save_config_portable(ignore_private_configs=False)
+    text = repr(sorted((name, repr(value)) for name, value in settings.items()))
+    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
 
 
 def strict() -> Any:
@@ -413,10 +437,14 @@ def card_name() -> str | None:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).name)
 
 
+def version(package: str) -> str:
+    """The whole version of an imported package."""
+    return str(importlib.import_module(package).__version__)
+
+
 def minor_version(package: str) -> str:
     """Major and minor version of an imported package: "2.13"."""
-    version = str(importlib.import_module(package).__version__)
-    return ".".join(version.split(".")[:2])
+    return ".".join(version(package).split(".")[:2])
 
 
 def distributed_store() -> tuple[Any, int, int]:

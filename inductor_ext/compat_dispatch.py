@@ -107,7 +107,7 @@ def lower_branch(
     # Which inputs of the outer backward may be overwritten says nothing about ours.
     inner.bw_donated_idxs = None
     inner.inductor_ext_operands = {}
-    _assume_in(inner.sizevars, assumed)
+    assume_in(inner.sizevars, assumed)
     placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
     for target, operand in zip(placeholders, operands, strict=True):
         if isinstance(operand, ir.TensorBox):
@@ -144,7 +144,7 @@ def _may_be_unaligned(x: Any) -> bool:
     return any(name in graph().unaligned_buffers for name in x.get_read_names())
 
 
-def _assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
+def assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
     """Inductor's hints for optimisation, at lowering and at code generation, in one subgraph.
 
     Guards ask other functions, except that torch before 2.12 decides by ``size_hint`` whether

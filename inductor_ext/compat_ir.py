@@ -5,6 +5,7 @@ With the other ``compat`` modules the only ones that touch private Inductor name
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
-from . import compat_launch
+from . import compat, compat_dispatch, compat_launch
 from .compat import graph, hint, lowering_of, on_real_card, shape_env
 
 # --- building IR ----------------------------------------------------------------------------------
@@ -261,10 +262,26 @@ def compile_region(gm: torch.fx.GraphModule, fake_inputs: Sequence[Any]) -> Call
     measured is what the outer compile emits for the same nodes. In a graph pass, where there is no
     graph around it yet, it is compiled as for inference.
     """
+    return generate_region(gm, fake_inputs, {})()
+
+
+def generate_region(
+    gm: torch.fx.GraphModule,
+    fake_inputs: Sequence[Any],
+    assumed: Mapping[Any, compat.Assumed],
+) -> Callable[[], Callable[..., Any]]:
+    """The same in two steps: the code is written, calling the result loads it.
+
+    Inductor hands a kernel to its compile workers when its code is written, so the kernels of what
+    is written before the first is loaded compile side by side. ``assumed`` is what Inductor's hints
+    answer for symbolic sizes, as in a branch.
+    """
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
     outer = V.graph
+    if on_real_card() and any(getattr(f, "is_cuda", False) for f in fake_inputs):
+        _await_workers()
     lowering = GraphLowering(
         gm,
         example_inputs=list(fake_inputs),
@@ -273,10 +290,27 @@ def compile_region(gm: torch.fx.GraphModule, fake_inputs: Sequence[Any]) -> Call
         is_backward=getattr(outer, "is_backward", False),
         name="inductor_ext_candidate",
     )
-    with V.set_graph_handler(lowering):
+    compat_dispatch.assume_in(lowering.sizevars, assumed)
+    write = "codegen_with_cpp_wrapper" if lowering.cpp_wrapper else "codegen"
+    with V.set_graph_handler(lowering), compat.assume(assumed):
         lowering.run(*fake_inputs)
-        module = lowering.compile_to_module()
-    return lambda *tensors: module.call(list(tensors))
+        code = getattr(lowering, write)()
+    setattr(lowering, write, lambda: code)
+
+    def load() -> Callable[..., Any]:
+        with V.set_graph_handler(lowering), compat.assume(assumed):
+            module = lowering.compile_to_module()
+        return lambda *inputs: module.call(list(inputs))
+
+    return load
+
+
+def _await_workers() -> None:
+    """Before the workers are up, writing code hands them nothing and every load would wait."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    with contextlib.suppress(TimeoutError):
+        AsyncCompile.wait_pool_ready(timeout=60)
 
 
 def no_fake_mode() -> Any:

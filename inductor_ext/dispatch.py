@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -177,25 +178,38 @@ class Site:
         why_not = compat_dispatch.can_branch()
         if not why_not:
             try:
-                found = self._branch(operands, fakes)
+                found, inside = self._branch(operands, fakes)
                 chosen = {box.choice for box in self.boxes}
                 self._report(True, f"{len(self.boxes)} ranges, {len(chosen)} implementations")
+                for decision in inside:
+                    report.record(decision)
                 return found
             except Exception as error:
                 registry.failed(self.lowering, self.name, error)
         else:
             report.record(report.Decision(self.lowering, False, choosing.STOCK, why_not, self.name))
-        with choosing.force_here(self.lowering, choosing.STOCK), report.muted():
-            return list(compat_ir.inline(self.copies[-1], operands, {}))
+        with choosing.force_here(self.lowering, choosing.STOCK), report.held() as decisions:
+            out = list(compat_ir.inline(self.copies[-1], operands, {}))
+        for decision in self._of_others(decisions):
+            report.record(decision)
+        return out
 
-    def _branch(self, operands: Sequence[Any], fakes: Sequence[Any]) -> list[Any]:
+    def _of_others(self, decisions: Sequence[report.Decision]) -> list[report.Decision]:
+        """Without those about the site itself, which is forced and reported as a whole."""
+        return [d for d in decisions if d.lowering != self.lowering]
+
+    def _branch(
+        self, operands: Sequence[Any], fakes: Sequence[Any]
+    ) -> tuple[list[Any], list[report.Decision]]:
+        """IR of the outputs, and what other lowerings decided in the branches, by range."""
         realized = [
             compat_dispatch.realize_operand(x, fake)
             for x, fake in zip(operands, fakes, strict=True)
         ]
         branches = []
+        inside: dict[Any, list[tuple[report.SizeRange, report.Decision]]] = {}
         for i, box in enumerate(self.boxes):
-            with choosing.force_here(self.lowering, box.choice), report.muted():
+            with choosing.force_here(self.lowering, box.choice), report.held() as decisions:
                 subgraph = compat_dispatch.lower_branch(
                     self.copies[i],
                     f"range{self.number}_{i}",
@@ -204,8 +218,15 @@ class Site:
                     self._assumed(box),
                 )
             branches.append(compat_dispatch.Branch(self._when(box), subgraph))
+            seen: Counter[Any] = Counter()
+            for decision in self._of_others(decisions):
+                site = (decision.lowering, decision.sites)
+                seen[site] += 1  # two sites of one branch may read alike
+                span = _size_range(self.axes, box)
+                inside.setdefault((*site, seen[site]), []).append((span, decision))
         outputs = [out.meta["val"] for out in self.region.outputs]
-        return compat_dispatch.emit(branches, realized, outputs)
+        results = compat_dispatch.emit(branches, realized, outputs)
+        return results, [report.by_range(found) for found in inside.values()]
 
     def _assumed(self, box: Box) -> Mapping[Any, compat.Assumed]:
         return {

@@ -161,13 +161,14 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 def _synchronizes(run: Callable[[], Any]) -> bool:
     """Whether ``run`` waits for the card. Asked before a capture, which waiting would break."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("warn")  # not "error": the mode holds for other threads too
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # Not "error": other threads are in that mode too. Torch says once that it is a prototype.
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             run()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
     return any("synchronizing CUDA operation" in str(w.message) for w in caught)
 
 

@@ -6,8 +6,11 @@ of the graph, so all tensors that share a symbol are resized together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import choosing, compat, ranges, region, report
@@ -17,8 +20,18 @@ from .plan import Bounds, Box, Key
 Timer = Callable[[Key, Mapping[str, int], Sequence[str]], Mapping[str, float]]
 
 
+log = logging.getLogger("inductor_ext")
+
+_QUICK = 5  # rounds that tell candidates apart which are far from each other
+
+
 class MeasuredSite:
-    """The site being lowered: its candidates and their times at given values of the symbols."""
+    """The site being lowered: its candidates and their times at given values of the symbols.
+
+    A candidate is compiled once for a band of sizes (1 to 4, 16, 32, 64, 256, ...) with the sizes
+    symbolic, as a branch over ranges emits it, and that program is timed at every size inside. What
+    can't be compiled so is compiled anew for each size.
+    """
 
     def __init__(
         self,
@@ -34,7 +47,9 @@ class MeasuredSite:
         self._names, self._timer = names, timer
         self._node = node
         self._regions: dict[Any, region.Region] = {}
+        self._programs: dict[Any, Callable[[], Callable[..., Any]] | None] = {}
         self._calls: dict[Any, Callable[..., Any]] = {}
+        self.compiled = 0  # programs
 
     def _at(self, values: Mapping[Any, int]) -> Any:
         return compat.assume({s: compat.Assumed(v, v, v) for s, v in values.items()})
@@ -67,27 +82,75 @@ class MeasuredSite:
         """Bytes that measuring there takes, at most: see ``Region.measuring_bytes``."""
         return self._region(values).measuring_bytes()
 
-    def times(self, values: Mapping[Any, int], names: Sequence[str]) -> dict[str, float]:
-        """us of every candidate that gave the right result there."""
+    def prepare(self, values: Mapping[Any, int], names: Sequence[str]) -> None:
+        """Write the programs of the candidates: their kernels begin to compile, side by side."""
+        if self._timer is None:
+            for name in names:
+                self._program(values, name)
+
+    def times(
+        self, values: Mapping[Any, int], names: Sequence[str], *, quick: bool = False
+    ) -> dict[str, float]:
+        """us of every candidate that gave the right result there; ``quick`` takes fewer rounds."""
         if self._timer is not None:
             return dict(self._timer(self.problem.key, self.sizes(values), names))
-        found = self._region(values)
-
-        def build(name: str) -> Callable[..., Any]:
-            key = (tuple(values.values()), name)
-            if key not in self._calls:
-                with (
-                    choosing.recording(None),
-                    choosing.force_here(self.lowering, name),
-                    report.muted(),
-                    compat.strict(),
-                ):
-                    self._calls[key] = found.compile()
-            return self._calls[key]
-
-        builders = {name: functools.partial(build, name) for name in names}
-        outcomes = found.compare(builders, self.how.input_gen_fns)
+        self.prepare(values, names)
+        builders = {name: functools.partial(self._build, values, name) for name in names}
+        outcomes = self._region(values).compare(
+            builders, self.how.input_gen_fns, **({"repeats": _QUICK} if quick else {})
+        )
         return {name: o.us for name, o in outcomes.items() if o.us is not None}
+
+    @contextlib.contextmanager
+    def _only(self, name: str) -> Iterator[None]:
+        # Strict: a candidate that fails must not be timed as the stock code that replaces it.
+        with (
+            choosing.recording(None),
+            choosing.force_here(self.lowering, name),
+            report.muted(),
+            compat.strict(),
+        ):
+            yield
+
+    @functools.cached_property
+    def _symbolic(self) -> region.Symbolic | None:
+        return region.symbolic(self._node)
+
+    def _program(
+        self, values: Mapping[Any, int], name: str
+    ) -> Callable[[], Callable[..., Any]] | None:
+        """What loads the candidate's program for all sizes of the band; None: there is none."""
+        if self._symbolic is None or not values:
+            return None
+        bands = {symbol: _band(value) for symbol, value in values.items()}
+        key = (tuple(bands.values()), name)
+        if key not in self._programs:
+            assumed = {
+                symbol: compat.Assumed(math.isqrt(lo * hi), lo, hi)
+                for symbol, (lo, hi) in bands.items()
+            }
+            try:
+                with self._only(name):
+                    load = self._symbolic.generate(assumed)
+                self._programs[key] = functools.cache(load)
+                self.compiled += 1
+            except Exception as error:  # compiled for each size, a failing candidate fails again
+                log.info("%s of %s is compiled for each size: %s", name, self.site, error)
+                self._programs[key] = None
+        return self._programs[key]
+
+    def _build(self, values: Mapping[Any, int], name: str) -> Callable[..., Any]:
+        """The candidate as a function of the region's tensors at these values."""
+        program = self._program(values, name)
+        if program is not None and self._symbolic is not None:
+            with self._only(name), self._at(values):
+                return self._symbolic.bind(program())
+        key = (tuple(values.values()), name)
+        if key not in self._calls:
+            with self._only(name):
+                self._calls[key] = self._region(values).compile()
+            self.compiled += 1
+        return self._calls[key]
 
     def boxes(
         self,
@@ -120,3 +183,12 @@ class MeasuredSite:
             if not any(box.overlaps(other) for other in out):  # sizes like s//8 repeat
                 out.append(box)
         return out
+
+
+def _band(size: int) -> tuple[int, int]:
+    """The sizes for which a candidate is one program: a kernel that holds all rows in a tile (of
+    16, 32 or 64) may be another than one that doesn't, and factors of 4 settle the rest."""
+    lo, hi = 1, 4
+    while hi < size:
+        lo, hi = hi + 1, hi * (2 if hi in (16, 32) else 4)
+    return lo, hi

@@ -2,13 +2,13 @@
 
 On a card they are measured before the graph is lowered, with every tensor that shares the symbol
 resized and with what fuses behind the operation; ``dispatch`` then branches around that region.
+That takes a bounded time: at most 40 sizes are measured (``measured_ranges.MAX_SIZES``), three in
+each range that is given, each with every candidate, at most 8 times where the times are noisy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,18 @@ from typing import Any
 
 import torch
 
-from . import active_plan, agreement, boxes, choosing, compat, known, plan, ranges, report
+from . import (
+    active_plan,
+    boxes,
+    choosing,
+    compat,
+    known,
+    measured_ranges,
+    plan,
+    plan_cache,
+    ranges,
+    report,
+)
 from .measured_site import MeasuredSite, Timer
 
 DEFAULT_UPPER_BOUND = 65536  # as Inductor's
@@ -116,9 +127,9 @@ class OpSite:
         A static size is measured as it is, and so decided here.
         """
         if compat.is_static(self.size):
-            if not self._may_measure(()):
-                return None
-            self._decide_static()
+            planned = choosing.planned(self.problem)
+            if planned is None and self._may_measure(()):
+                self._decide_static()
             return None
         symbols = compat.symbols_of(self.size)
         dims = self.problem.dims
@@ -182,7 +193,8 @@ class OpSite:
 
         def measure() -> list[_Measured]:
             at = self._site()
-            largest = _that_fits(at, axis, top)
+            least = max(axis.lo, 1)
+            largest = measured_ranges.largest_that_fits(at, axis.expr, least, top, _measure)
             if spans is None:
                 return self._search(at, axis, largest)
             return self._score(at, axis, spans, largest)
@@ -200,6 +212,7 @@ class OpSite:
             max(axis.lo, 1),
             max(top, axis.lo, 1),
             max_ranges=boxes.MAX_RANGES,
+            max_sizes=measured_ranges.MAX_SIZES,
             default=choosing.STOCK if self.how.stock_may_win else None,
             margin=max(self.how.threshold, 1.01) - 1,
         )
@@ -230,12 +243,11 @@ class OpSite:
         return out
 
     def _remembered(self, measure: Any) -> list[_Measured]:
-        """What was measured for this problem: in this process, or by another rank of the job."""
+        """What was measured for this problem: in this process, or what the plan cache recalls."""
         symbols: dict[str, str] = {}
         text = re.sub(r"\bs\d+\b", lambda m: symbols.setdefault(m[0], f"#{len(symbols)}"), self.key)
         if text not in _found:
-            topic = hashlib.sha256(f"ranges {self.lowering} {text}".encode()).hexdigest()[:32]
-            answer = json.loads(agreement.decide(topic, lambda: json.dumps(measure())))
+            answer = plan_cache.recall(f"ranges {self.lowering} {text}", measure)
             _found[text] = [(lo, hi, choice, times) for lo, hi, choice, times in answer]
         return _found[text]
 
@@ -255,13 +267,3 @@ def _best(points: Sequence[Mapping[str, float]], how: choosing.Measure) -> str:
     # Where stock can't be timed nothing says that a candidate is faster.
     gain = mean[choosing.STOCK] - mean[best] if choosing.STOCK in mean else 0.0
     return best if gain > math.log(how.threshold) else choosing.STOCK
-
-
-def _that_fits(at: MeasuredSite, axis: boxes.Axis, top: int) -> int:
-    """The largest size up to ``top`` (halved as often as need be) that 80% of free memory holds."""
-    if _measure is not None or not torch.cuda.is_available():
-        return top
-    free = int(0.8 * torch.cuda.mem_get_info()[0])
-    while top > max(axis.lo, 1) and at.memory({axis.expr: top}) > free:
-        top = max(axis.lo, 1, top // 2)
-    return top

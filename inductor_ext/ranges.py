@@ -252,6 +252,16 @@ def _geometric(lo: int, hi: int) -> list[int]:
     return sorted(found)
 
 
+def _thinned(sweep: list[int], most: int) -> list[int]:
+    """At most so many of them, at least both ends: powers of two stay longest."""
+    inner = sweep[1:-1]
+    if len(sweep) > most:
+        inner = [size for size in inner if size & (size - 1) == 0]
+    while inner and len(inner) + 2 > most:
+        inner = inner[1::2]
+    return sorted({sweep[0], *inner, sweep[-1]})
+
+
 def _between(lo: int, hi: int) -> int:
     """The roundest size near the geometric middle of two sizes: tiles end at round sizes."""
     low = max(lo + 1, math.ceil((max(lo, 1) ** 3 * hi) ** 0.25))
@@ -275,6 +285,7 @@ def find_measured_ranges(
     max_ranges: int = 8,
     margin: float = 0.03,
     interior: int = 3,
+    max_sizes: int | None = None,
     default: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[MeasuredRange]:
@@ -291,20 +302,26 @@ def find_measured_ranges(
     neighbouring sizes; the sizes a change rests on are measured 3 times at least; each range is
     scored at ``interior`` sizes inside it at least, and the ranges are found again with all of
     that. ``max_ranges`` bounds their number; where it binds, what is lost beyond the margin is
-    least. At most (sweep + (5 + interior) * max_ranges) sizes are measured, 8 times each at most.
+    least. At most (sweep + (5 + interior) * max_ranges) sizes are measured, 8 times each at most;
+    ``max_sizes`` lowers that number, and half of it goes into the sweep, which is thinned for it.
 
-    Raises ValueError for bad bounds and where no candidate ran at a size.
+    Raises ValueError for bad bounds, max_sizes < 4 and where no candidate ran at a size.
     """
     _check(lo, hi, max_ranges)
     if not 0 <= margin < 1 or interior < 0:
         raise ValueError(f"expected 0 <= margin < 1 and interior >= 0, got {margin} and {interior}")
+    if max_sizes is not None and max_sizes < 4:
+        raise ValueError(f"expected max_sizes >= 4, got {max_sizes}")
     search = _Search(score, margin, default, progress)
     sweep = _geometric(lo, hi)
+    if max_sizes is not None:
+        sweep = _thinned(sweep, max_sizes // 2)
     probes = {sweep[0], sweep[len(sweep) // 2], sweep[-1]}
     calls = search.estimate_noise(sorted(probes))
     for size in sweep:
         search.measure(size, calls)
     most = len(sweep) + (_BISECTIONS + interior) * max_ranges
+    most = most if max_sizes is None else min(most, max_sizes)
 
     while True:
         choices = search.segment(max_ranges)

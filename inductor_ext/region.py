@@ -69,6 +69,7 @@ class Region:
         self,
         builders: Mapping[str, Callable[[], Callable[..., Any]]],
         input_gen_fns: Mapping[str, Callable[[Any], Any]],
+        repeats: int = 20,
     ) -> dict[str, Outcome]:
         """Build, check and time every candidate; a wrong or failing one is never timed."""
         inputs = [
@@ -96,7 +97,7 @@ class Region:
             else:
                 calls[name] = call
         with compat_ir.no_fake_mode():
-            timings = measure.compare(calls, inputs) if calls else {}
+            timings = measure.compare(calls, inputs, repeats=repeats) if calls else {}
         for name, timing in timings.items():
             outcomes[name] = (
                 Outcome(None, timing) if isinstance(timing, str) else Outcome(timing.us)
@@ -190,6 +191,59 @@ def extract(node: Any, *, reductions: bool = False) -> Region:
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
     compat_ir.propagate_fakes(gm, fakes)
     return Region(gm, fakes, names, fakes[0].device)
+
+
+class Symbolic:
+    """The region behind a node with its sizes left symbolic, as a branch over ranges emits it: one
+    program runs at every size. Its tensors are those of the static region, in the same order."""
+
+    def __init__(self, whole: matching.Region, symbols: Mapping[Any, Any]) -> None:
+        self._gm = whole.copy()
+        first = next(iter(self._gm.graph.nodes))
+        with self._gm.graph.inserting_before(first):
+            for symbol, value in symbols.items():  # a tensor's sizes need not name each of them
+                self._gm.graph.placeholder(str(symbol)).meta["val"] = value
+        self._gm.recompile()
+        inputs = [*symbols.values(), *(operand.meta["val"] for operand in whole.operands)]
+        self._fakes = inputs
+        self._sizes = [compat.expr(v) if isinstance(v, torch.SymInt) else None for v in inputs]
+
+    def generate(self, assumed: Mapping[Any, compat.Assumed]) -> Callable[[], Callable[..., Any]]:
+        """Code under the choices forced around this call; see ``compat_ir.generate_region``.
+
+        Raises ``compat.SizeDecides`` where it would hold for some of the sizes only.
+        """
+        with compat.no_new_guards():
+            return compat_ir.generate_region(self._gm, self._fakes, assumed)
+
+    def bind(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """The program as a function of the region's tensors, at the sizes assumed here."""
+        sizes = [None if s is None else compat.hint(s) for s in self._sizes]
+
+        def call(*tensors: Any) -> Any:
+            rest = iter(tensors)
+            return program(*(next(rest) if size is None else size for size in sizes))
+
+        return call
+
+
+def symbolic(node: Any) -> Symbolic | None:
+    """The region behind ``node`` with symbolic sizes; None where it has none, or must be static."""
+    whole = _whole(node)
+    if whole is None:
+        return None
+    values = [operand.meta["val"] for operand in whole.operands]
+    needed = {
+        symbol
+        for value in values
+        for size in ([*value.shape, *value.stride()] if hasattr(value, "shape") else [value])
+        for symbol in compat.symbols_of(compat.expr(size))
+    }
+    inputs = [n.meta.get("val") for n in node.graph.nodes if n.op == "placeholder"]
+    known = {compat.expr(v): v for v in inputs if isinstance(v, torch.SymInt)}
+    if not needed or not needed <= set(known):
+        return None
+    return Symbolic(whole, {s: known[s] for s in sorted(needed, key=str)})
 
 
 def _argument_names(node: Any) -> dict[Any, str]:

@@ -206,7 +206,7 @@ def candidate_pattern(name: str) -> re.Pattern[str] | None:
 
 
 @functools.cache
-def _source_hash() -> str:
+def source_hash() -> str:
     """Hash of every source file whose text can change what is compiled."""
     digest = hashlib.sha256()
     import inductor_ext
@@ -237,7 +237,7 @@ def add_salt(name: str, salt: Callable[[], str]) -> None:
 def revision() -> str:
     """What Inductor's cache keys contain of the plugin: sources, switches, config, salts."""
     parts = [
-        _source_hash(),
+        source_hash(),
         ",".join(n for n in _lowerings if is_enabled(n)),
         f"strict={config.strict} pdl={config.pdl}",
         *(f"{name}={salt()}" for name, salt in sorted(_salts.items())),

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 log = logging.getLogger("inductor_ext")
@@ -89,8 +89,12 @@ _muted = threading.local()
 
 
 def record(decision: Decision) -> None:
-    """Log a decision and hand it to every open collector. Called by choosing and registry only."""
+    """Log a decision and hand it to every open collector; lowerings end in ``choosing`` instead."""
     if getattr(_muted, "on", False):
+        return
+    held = getattr(_muted, "held", None)
+    if held is not None:
+        held.append(decision)
         return
     log.info(
         "%s %s: %s (%s)",
@@ -151,6 +155,44 @@ def muted() -> Iterator[None]:
         yield
     finally:
         _muted.on = before
+
+
+@contextlib.contextmanager
+def held() -> Iterator[list[Decision]]:
+    """Decisions of this thread are put by, in order: whoever opens it says what is reported."""
+    before = getattr(_muted, "held", None)
+    decisions: list[Decision] = []
+    _muted.held = decisions
+    try:
+        yield decisions
+    finally:
+        _muted.held = before
+
+
+def by_range(found: Sequence[tuple[SizeRange, Decision]]) -> Decision:
+    """One site's decisions in several branches, in order, as one. A range's ``chosen`` is that of
+    its decision."""
+    ranges = tuple(dataclasses.replace(span, chosen=d.chosen) for span, d in found)
+    chosen = list(dict.fromkeys(d.chosen for _, d in found))
+    reasons = dict.fromkeys(d.reason for _, d in found)
+    timed = [
+        dataclasses.replace(c, note=f"{span.span()}: {c.note}" if c.note else span.span())
+        for span, d in found
+        for c in d.candidates
+        if c.us is not None
+    ]
+    first = found[0][1]
+    return dataclasses.replace(
+        first,
+        fired=any(d.fired for _, d in found),
+        chosen=chosen[0]
+        if len(chosen) == 1
+        else f"{len(ranges)} ranges, {len(chosen)} implementations",
+        reason="; ".join(reasons),
+        source=next((d.source for _, d in found if d.source), ""),
+        candidates=tuple(timed) or first.candidates,
+        ranges=ranges,
+    )
 
 
 def _times(decision: Decision, shown: int = 5) -> str:

@@ -87,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
     except (PlanError, RuntimeError, target.TargetError) as error:
         print(error, file=sys.stderr)
         return 2
+    tally = tuning.Tally()
     try:
         plan = tuning.tune(
             fn,
@@ -95,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
             progress=not args.quiet,
             max_ranges=args.max_ranges,
             max_memory=args.max_memory,
+            _tally=tally,
         )
     except KeyboardInterrupt:
         print(f"interrupted: {args.out} is not written.", file=sys.stderr)
@@ -114,4 +116,5 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(f"{args.out}: {plan_cli.headline(plan)}")
     print(f"In force with INDUCTOR_EXT_PLAN={args.out} or inductor_ext.load_plan.")
+    print(f"Tuning {tally}.")
     return 0

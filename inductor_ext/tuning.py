@@ -3,32 +3,31 @@
 The function is compiled once with the named dimensions dynamic. At every site that plans can
 describe, the operation and what fuses behind it are taken out of the graph, all of its tensors are
 given the sizes that follow from a value of the dimension, and the candidates are checked and timed
-as in the max-autotune modes; ``ranges.find_measured_ranges`` says at which values.
+as in the max-autotune modes; ``measured_ranges.search`` says at which values.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import inspect
 import itertools
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from . import choosing, compat, measure, ranges, report
+from . import choosing, compat, measure, measured_ranges, ranges, report
 from .measured_site import MeasuredSite, Timer
 from .plan import Box, Entry, Plan
 
 log = logging.getLogger("inductor_ext")
 
-_KEPT = 2  # candidates kept of each size of the first, coarse sweep
-_HOPELESS = 1.3  # times the best: not compared between two coarse sizes where it is so far behind
-_COARSE = 4
 _BANDS = 4  # of every dimension but the one ranges are found along
 
 
@@ -51,6 +50,28 @@ class _Dim(NamedTuple):
         )
 
 
+class Tally:
+    """What tuning took: seconds, and how much was timed and compiled."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._sizes: set[tuple[str, int]] = set()
+        self._candidates: set[tuple[str, str]] = set()
+        self.programs = 0
+
+    def add(self, site: str, size: int, names: Sequence[str]) -> None:
+        """Count one measurement."""
+        self._sizes.add((site, size))
+        self._candidates.update((site, name) for name in names)
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._started
+        return (
+            f"took {seconds:.0f} s: {len(self._sizes)} sizes, {len(self._candidates)} candidates, "
+            f"{self.programs} programs compiled"
+        )
+
+
 def tune(
     fn: Callable[..., Any],
     *args: Any,
@@ -60,6 +81,7 @@ def tune(
     max_memory: int | None = None,
     _measure: Timer | None = None,
     _card: str | None = None,
+    _tally: Tally | None = None,
 ) -> Plan:
     """Measure, for every site of ``fn``, which candidate is fastest over ranges of ``dims``.
 
@@ -83,9 +105,10 @@ def tune(
     found = _resolve(original, args, dims)
     if max_memory is None:
         max_memory = sys.maxsize if _measure else int(0.8 * torch.cuda.mem_get_info()[0])
+    tally = Tally() if _tally is None else _tally
     with _bar(progress) as tick:
         for alike in (False, True):
-            tuner = _Tuner(found, max_ranges, max_memory, _measure, tick)
+            tuner = _Tuner(found, max_ranges, max_memory, _measure, tick, tally)
             if _run(tuner, original, args, _marks(found, args, alike=alike), _card):
                 break
         else:
@@ -99,6 +122,7 @@ def tune(
             raise ValueError(
                 f"expected dims that are dynamic in the graph, and no site depends on {d}"
             )
+    log.info("tune: %s", tally)
     settings = ", ".join(f"{d.argument}.{d.dim}={d.lo}..{d.hi}" for d in found)
     name = getattr(original, "__qualname__", type(original).__qualname__)
     return Plan(
@@ -112,10 +136,10 @@ def tune(
 
 @contextlib.contextmanager
 def _bar(on: bool) -> Iterator[Callable[[str], None]]:
-    """A progress bar, or nothing; ``tick(text)`` counts one measurement."""
+    """A progress bar, or nothing; ``tick(text)`` counts one measurement, and says what it found."""
     from tqdm import tqdm
 
-    with tqdm(disable=not on, unit=" sizes", desc="tune") as bar:
+    with tqdm(disable=not on, unit=" measurements", desc="tune") as bar:
 
         def tick(text: str) -> None:
             bar.set_postfix_str(text, refresh=False)
@@ -276,9 +300,10 @@ class _Tuner:
         max_memory: int,
         timer: Timer | None,
         tick: Callable[[str], None],
+        tally: Tally,
     ) -> None:
         self._dims, self._max_ranges, self._max_memory = dims, max_ranges, max_memory
-        self._timer, self._tick = timer, tick
+        self._timer, self._tick, self.tally = timer, tick, tally
         self.entries: dict[Any, Entry] = {}
         self.reached: set[str] = set()
         self.error: Exception | None = None
@@ -298,7 +323,11 @@ class _Tuner:
         self.card = compat.card_name() or ""
         node = compat.current_node()
         try:
-            self._site(MeasuredSite(lowering, site, problem, names, how, self._timer, node))
+            at = MeasuredSite(lowering, site, problem, names, how, self._timer, node)
+            try:
+                self._site(at)
+            finally:
+                self.tally.programs += at.compiled
         except Exception as error:  # raised here, it would be taken for a failing lowering
             self.error = error
 
@@ -342,6 +371,14 @@ class _Tuner:
                 found.append((d, symbol))
         return found
 
+    def _count(
+        self, at: MeasuredSite, size: int, names: Sequence[str], times: Mapping[str, float]
+    ) -> None:
+        self.tally.add(at.site, size, names)
+        best = min(times, key=times.__getitem__, default="")
+        found = f", fastest {best} {times[best]:.2f} us" if best else ""
+        self._tick(f"{at.site} at {size}: {len(names)} timed{found}")
+
     def _along(
         self, at: MeasuredSite, lead: tuple[_Dim, Any] | None, fixed: Mapping[Any, int]
     ) -> tuple[list[ranges.MeasuredRange], int]:
@@ -355,12 +392,9 @@ class _Tuner:
         def values(size: int) -> dict[Any, int]:
             return {**fixed, **({symbol: size} if symbol is not None else {})}
 
-        coarse = sorted({lo, hi, *(p for e in range(32) if lo <= (p := _COARSE**e) <= hi)})
-        plausible = [size for size in coarse if at.plausible(values(size))]
-        if not plausible:
+        top = measured_ranges.plausible_top(at, values, lo, hi)
+        if top is None:
             return [], 0
-        # One coarse step further than the rule believes in; it may be wrong, but not by more.
-        top = min(hi, _COARSE * plausible[-1])
         need = at.memory(values(top))
         if need > self._max_memory:
             gib = 2**30
@@ -369,34 +403,13 @@ class _Tuner:
                 f"measuring {at.site} at {which} needs {need / gib:.2f} GiB, and max_memory is "
                 f"{self._max_memory / gib:.2f} GiB; lower the upper end, or raise max_memory"
             )
-        coarse = sorted({top, *(size for size in coarse if size <= top)})
-        stock = {choosing.STOCK} if at.how.stock_may_win else set()
-        kept = set(stock)
-        for size in coarse:
-            times = at.times(values(size), at.short_list(values(size)))
-            self._tick(f"{at.site} at {size}")
-            kept.update(sorted(times, key=times.__getitem__)[:_KEPT])
-        near: dict[int, set[str]] = {}
-        for size in coarse:
-            times = at.times(values(size), sorted(kept))
-            self._tick(f"{at.site} at {size}")
-            best = min(times.values(), default=0.0)
-            near[size] = {name for name, us in times.items() if us <= _HOPELESS * best}
-
-        def score(size: int) -> Mapping[str, float]:
-            # What is far behind on both sides of a size is not compiled for it.
-            below = near[max(c for c in coarse if c <= size)]
-            above = near[min(c for c in coarse if c >= size)]
-            return at.times(values(size), sorted(stock | below | above))
-
-        found = ranges.find_measured_ranges(
-            score,
+        found = measured_ranges.search(
+            at,
+            values,
             lo,
             top,
             max_ranges=self._max_ranges - (top < hi),
-            default=choosing.STOCK if at.how.stock_may_win else None,
-            margin=max(at.how.threshold, 1.01) - 1,
-            progress=lambda size: self._tick(f"{at.site} at {size}"),
+            count=functools.partial(self._count, at),
         )
         if top < hi:  # by the lowering's rule, without times
             found.append(ranges.MeasuredRange(top + 1, hi, choosing.STOCK))

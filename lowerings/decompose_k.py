@@ -43,9 +43,11 @@ from inductor_ext import (
     dispatch,
     known,
     matching,
+    measured_ranges,
     plan,
     registry,
 )
+from inductor_ext.measured_site import MeasuredSite
 
 aten = torch.ops.aten
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -110,16 +112,22 @@ def _described(op_name: str, p: Problem, rowwise: bool) -> choosing.Problem:
 def _lower(op_name: str, p: Problem) -> Any:
     """IR of C where splitting K is chosen, None where stock stays."""
     site = f"{op_name} {p}"
+    rowwise = matching.feeds_row_reduction()
+    # Of sizes that vary the plans were asked before, for all of them: see ``_sizes``.
+    device = p.a.get_device()
+    static = all(compat.is_static(size) for size in p.sizes)
+    asked = static and device is not None and device.type == "cuda"
+    problem = _described(op_name, p, rowwise) if asked else None
     reason = _why_not(p)
     if reason is None and (compat_ir.is_bitcast(p.a) or compat_ir.is_bitcast(p.b)):
         reason = "an operand is a view in another dtype"
+    if reason is None and any(compat.upper_bound(s) == 0 for s in p.sizes):
+        reason = "a size is zero"
+    if reason is None and all(compat.upper_bound(s) == 1 for s in p.out_size):
+        reason = "the output is one element"
     if reason is not None:
-        return choosing.leave(NAME, site, reason)
-    if any(compat.upper_bound(s) == 0 for s in p.sizes):
-        return choosing.leave(NAME, site, "a size is zero")
-    if all(compat.upper_bound(s) == 1 for s in p.out_size):
-        return choosing.leave(NAME, site, "the output is one element")
-    sms = compat.multiprocessors(p.a.get_device())
+        return choosing.leave(NAME, site, choosing.against_plan(problem, reason))
+    sms = compat.multiprocessors(device)
     itemsize = p.dtype.itemsize
     here, *ends = extremes(p)
     losing = worth_it(*here, itemsize, sms)
@@ -130,11 +138,15 @@ def _lower(op_name: str, p: Problem) -> Any:
     if choosing.decided(NAME) is not None:  # for each of its sizes, by what was measured
         losing = None
     if losing is not None:
-        return choosing.leave(NAME, site, losing)
+        planned = choosing.planned(problem)
+        if planned is None or not planned.name:
+            why = "" if planned is None else f"{planned.reason}; "
+            return choosing.leave(NAME, site, why + losing)
     found = candidates(p)
-    rowwise = matching.feeds_row_reduction()
 
     def heuristic() -> tuple[str, str]:
+        if losing is not None:  # asked where the plan's candidate can't be emitted
+            return choosing.STOCK, losing
         fma = along_k(p) and is_ieee(p)
         return pick([c.name for c in found], rowwise, fma)
 
@@ -144,7 +156,7 @@ def _lower(op_name: str, p: Problem) -> Any:
         found,
         heuristic,
         key=f"{site} {matching.consumers_key()}",
-        problem=_described(op_name, p, rowwise),
+        problem=problem or _described(op_name, p, rowwise),
     )
 
 
@@ -182,14 +194,21 @@ def _sizes(position: int, node: Any) -> dispatch.Sensitivity | None:
         return pick([*first, *names_of(ranked[0], itemsize, pdl), *rows], rowwise, fma)[0]
 
     planned, rest = known.of_plans(described, symbolic)
-    return dispatch.Sensitivity(
-        f"{name} {p}",
+    site = f"{name} {p}"
+    by_rule = dispatch.Sensitivity(
+        site,
         tuple(sizes[name] for name in symbolic),
         choice,
         planned,
         rest,
         lambda candidate: described.named(candidate) is not None,
     )
+
+    def measured(timer: Any) -> MeasuredSite:
+        return MeasuredSite(NAME, site, described, (), choosing.Measure(), timer, node)
+
+    key = f"{described.key} {site} {matching.consumers_key(node)}"
+    return measured_ranges.in_autotune_mode(measured, by_rule, key)
 
 
 def _mm(a: Any, b: Any, out_dtype: torch.dtype | None = None, *, layout: Any = None) -> Any:

@@ -158,7 +158,9 @@ def is_ieee(p: Problem) -> bool:
 def _launch(p: Problem) -> tuple[bool, str]:
     """Whether PDL is used, and how B can then be fetched ahead."""
     pdl = config.pdl and compat.device_capability(p.a.get_device())[0] >= 9
-    return pdl, _prefetchable(p, p.b) if pdl and compat_ir.has_layout(p.b) else ""
+    if not pdl or isinstance(p.b, Traced):
+        return pdl, p.b.fetched() if pdl else ""
+    return pdl, _prefetchable(p, p.b) if compat_ir.has_layout(p.b) else ""
 
 
 def _emit(

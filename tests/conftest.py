@@ -7,7 +7,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inductor_ext import measure
+from inductor_ext import measure, measured_ranges, plan_cache
 
 
 def pytest_collection_modifyitems(items):
@@ -17,6 +17,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def own_plan_cache(monkeypatch, tmp_path_factory):
+    """What one test measures, no other recalls."""
+    kept = []
+
+    def folder():
+        if not kept:
+            kept.append(tmp_path_factory.mktemp("plan_cache"))
+        return kept[0]
+
+    monkeypatch.setattr(plan_cache, "folder", folder)
+    monkeypatch.setattr(measured_ranges, "_found", {})
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

@@ -154,6 +154,10 @@ def test_config_values():
         assert config.force_disable_caches
 
 
+def test_compile_workers():
+    accepts("torch._inductor.async_compile:AsyncCompile.wait_pool_ready", timeout=60)
+
+
 @pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32")])
 def test_float32_precision_is_what_torch_was_told(setting, expected):
     before = torch.get_float32_matmul_precision()

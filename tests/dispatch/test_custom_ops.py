@@ -142,6 +142,21 @@ def test_every_range_is_scored_inside_and_every_tensor_resized(model):
 
 
 @pytest.mark.codegen
+def test_measuring_takes_a_bounded_number_of_sizes(monkeypatch, model):
+    """However often the winner changes."""
+
+    def restless(key, sizes, names):
+        model.asked.append(sizes["x.0"])
+        wins = ["rows_first", "columns_first"][sizes["x.0"].bit_length() % 2]
+        return {n: 5.0 if n == wins else 9.0 for n in names}
+
+    monkeypatch.setattr(ranged_op, "_measure", restless)
+    _, decision = decide(new_op(), dynamic={0: {0: None}, 1: {0: None}})
+    assert 20 < len(set(model.asked)) <= 40 and max(model.asked) == 65536
+    assert 4 < len(decision.ranges) <= 8
+
+
+@pytest.mark.codegen
 def test_an_open_size_is_measured_up_to_the_bound(model):
     on = {"tensor_name": "x", "dim": 0, "range_upper_bound": 2048}
     op = new_op(dispatch_on=on)

@@ -97,6 +97,56 @@ def test_what_is_not_covered_falls_back_and_says_so(make_plan):
     assert decision.reason.startswith("not in the plan: m=4 lies in none of its ranges; ")
 
 
+SMALL_K = half(16, 256), half(256, 16)  # K is below what the rule believes in
+SPLIT = "split2_16x16x128_w2_s1"
+
+
+@pytest.mark.parametrize("n", [16, None])
+def test_the_plan_decides_where_the_rule_would_not_look(make_plan, n):
+    """A static site asks the plan first; also where the plan has ranges of what is static here."""
+    assert decide(product, *SMALL_K).source == ""
+    bounds, sizes = ({}, {"n": n}) if n else ({"n": (1, 64)}, {})
+    times = {"16": {"stock": 6.0, SPLIT: 2.0}} if n else {}
+    inductor_ext.load_plan(make_plan(box(SPLIT, times, m=(1, 64), **bounds), k=256, **sizes))
+    code = compile_for("h200", product, *SMALL_K)
+    (decision,) = code.decisions
+    assert (decision.chosen, decision.source, decision.fired) == (SPLIT, "plan", True)
+    assert "SPLITS" in code.source and decision.speedup == (3.0 if n else None)
+    inductor_ext.load_plan(make_plan(box("stock", m=(1, 64)), k=256, n=16))
+    decision = decide(product, *SMALL_K)
+    assert (decision.chosen, decision.source, decision.fired) == ("stock", "plan", False)
+
+
+@pytest.mark.parametrize("name", [None, "bmm_split16"])
+def test_what_neither_plan_nor_rule_splits_says_so(make_plan, name):
+    inductor_ext.load_plan(
+        make_plan(box(name or SPLIT, m=(1, 64) if name else (1, 8)), k=256, n=16)
+    )
+    decision = decide(product, *SMALL_K)
+    assert (decision.chosen, decision.fired) == ("stock", False)
+    said = f"the plan names {name}, which is no candidate here" if name else "m=16 lies in none"
+    assert decision.reason.startswith("not in the plan: ") and said in decision.reason
+    assert decision.reason.endswith(
+        "K=256 is below 1024: one pass over it costs less than a second kernel"
+    )
+
+
+def test_what_is_not_allowed_comes_before_the_plan(make_plan):
+    args = half(1, K), half(K, 1)
+    assert decide(product, *args).reason == "the output is one element"
+    inductor_ext.load_plan(make_plan(box(FAR, m=(1, 64)), k=K, n=1))
+    decision = decide(product, *args)
+    assert (decision.chosen, decision.fired) == ("stock", False)
+    assert decision.reason.startswith(f"the output is one element, so {FAR} is not emitted, which ")
+    assert "m=1..64 in the plan names" in decision.reason
+
+
+def test_where_the_rule_would_not_look_nothing_is_measured(make_plan, monkeypatch):
+    monkeypatch.setattr(choosing.compat, "on_real_card", lambda: True)
+    monkeypatch.setattr(choosing, "_measure", lambda *a: pytest.fail("measured"))
+    assert decide(product, *SMALL_K, mode="max-autotune-no-cudagraphs").source == ""
+
+
 @pytest.mark.parametrize(
     "name",
     ["nonsense", "split14_16x16x64_w9_s9", "split3_16x32x128_w2_s4", "bmm_split13", f"{FAR}_late2"],

@@ -249,3 +249,21 @@ def test_progress_hears_of_every_call():
     found = find_measured_ranges(card, 1, 1024, progress=heard.append)
     assert len(heard) == card.calls
     assert {size for r in found for size in r.times} == set(heard)
+
+
+@pytest.mark.parametrize("most", [4, 10, 20, 40])
+def test_no_more_sizes_are_measured_than_stated(most):
+    asked = set()
+
+    def score(size):  # changes at two of three octaves: it would like to bisect them all
+        asked.add(size)
+        return {"a": 1.0, "b": 2.0 if size.bit_length() % 3 else 0.5}
+
+    found = find_measured_ranges(score, 1, 65536, max_ranges=8, max_sizes=most)
+    assert most // 2 <= len(asked) <= most and {1, 65536} <= asked
+    assert found[0].lo == 1 and found[-1].hi == 65536 and len(found) <= 8
+    asked.clear()
+    find_measured_ranges(score, 1, 65536, max_ranges=8)
+    assert len(asked) > 40
+    with pytest.raises(ValueError, match="expected max_sizes >= 4, got 3"):
+        find_measured_ranges(score, 1, 8, max_sizes=3)

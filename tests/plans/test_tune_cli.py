@@ -1,6 +1,7 @@
 """``python -m inductor_ext tune``: its arguments, the plan it writes, errors in one sentence."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -58,7 +59,11 @@ def test_a_plan_is_written(program, capsys, tmp_path):
     argv = f"{program}:site", "--dims", "x.0=1:512", "--out", str(out), "--max-ranges", "2"
     code, printed, err = run(capsys, *argv)
     assert code == 0
-    assert "sizes" in err and "tune" in err  # the progress bar
+    assert "measurements" in err and "tune" in err  # the progress bar
+    assert re.search(r"bfloat16 at \d+: \d+ timed, fastest stock 10.00 us", err)
+    last = r"Tuning took \d+ s: (\d+) sizes, (\d+) candidates, 0 programs compiled\."
+    sizes, candidates = map(int, re.fullmatch(last, printed.splitlines()[-1]).groups())
+    assert 10 < sizes < 40 and 20 < candidates < 100
     assert f"{out}: NVIDIA H200, torch" in printed and "1 problems, 2 ranges" in printed
     plan = Plan.load(out)
     assert [b.choice == "stock" for b in plan.entries[0].boxes] == [False, True]

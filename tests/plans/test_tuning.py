@@ -6,12 +6,13 @@ only their times are made up.
 
 import itertools
 import logging
+import warnings
 
 import pytest
 import torch
 
 import inductor_ext
-from inductor_ext import CustomOpConfig, choosing, compat, measure, plan_file
+from inductor_ext import CustomOpConfig, choosing, compat, compat_ir, measure, plan_file, tuning
 from inductor_ext.plan import Plan
 from inductor_ext.testing import compile_for
 
@@ -354,6 +355,68 @@ def test_every_tensor_that_shares_the_size_is_resized(card):
     assert entry.key.op.endswith(".default()") and entry.key.layout == "row,row"
     assert {rows for (rows, _), _ in card.inputs} >= {1, 2, 16, 20}
     assert all(shapes == [(shapes[0][0], 8), (8, shapes[0][0])] for shapes in card.inputs)
+
+
+def test_a_candidate_is_compiled_once_for_many_sizes(card, monkeypatch):
+    """With the size symbolic, as a branch emits it: by bands up to 4, 16, 32, 64, 256, 1024."""
+    written = []
+    generate = compat_ir.generate_region
+
+    def counting(gm, fakes, assumed):
+        written.append([(a.lo, a.hi) for a in assumed.values()])
+        return generate(gm, fakes, assumed)
+
+    monkeypatch.setattr(compat_ir, "generate_region", counting)
+    op = new_op(right, other)
+    card.times = lambda name, rows: 1.0 if name == ("other" if rows <= 60 else "stock") else 2.0
+    tally = tuning.Tally()
+    plan = inductor_ext.tune(
+        lambda x, w: torch.relu(op(x, w)),
+        torch.randn(16, 8),
+        torch.randn(8, 4),
+        dims={"x.0": (1, 200)},
+        progress=False,
+        max_memory=1 << 40,
+        _tally=tally,
+    )
+    assert [b.choice for b in plan.entries[0].boxes] == ["other", "stock"]
+    sizes = {shapes[0][0] for shapes in card.inputs}
+    assert len(sizes) > 12 and sizes >= {1, 2, 4, 16, 64, 200}
+    bands = [(1, 4), (5, 16), (17, 32), (33, 64), (65, 256)]
+    assert {band for (band,) in written} == set(bands)
+    # Stock, right and other; from 17 to 32 no size is swept, and right is far behind on both sides.
+    assert len(written) == 3 * len(bands) - 1
+    assert f"{len(sizes)} sizes, 3 candidates, 14 programs compiled" in str(tally)
+
+
+def test_a_program_that_would_hold_for_some_sizes_only_is_compiled_for_each(card, caplog):
+    """No guard is taken on the user's graph for the sake of measuring."""
+
+    def few_rows(x, w):
+        return torch.mm(x, w) if x.shape[0] > 3 else (x.unsqueeze(-1) * w).sum(1)
+
+    op = new_op(few_rows)
+    card.times = lambda name, rows: 1.0 if name == "few_rows" else 2.0
+    with caplog.at_level(logging.INFO, logger="inductor_ext"):
+        plan = inductor_ext.tune(
+            lambda x, w: op(x, w),
+            torch.randn(16, 8),
+            torch.randn(8, 4),
+            dims={"x.0": (1, 20)},
+            progress=False,
+            max_memory=1 << 40,
+        )
+    assert "few_rows of" in caplog.text and "is compiled for each size" in caplog.text
+    assert [b.choice for b in plan.entries[0].boxes] == ["few_rows"]
+
+
+def test_the_warnings_that_tuning_causes_are_not_shown():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with compat.without_caches():
+            warnings.warn("dynamo_pgo force disabled by torch.compiler.config", stacklevel=1)
+            warnings.warn("another", stacklevel=1)
+    assert [str(w.message) for w in caught] == ["another"]
 
 
 def test_a_candidate_that_is_wrong_somewhere_is_not_chosen_there(card):
