@@ -1,7 +1,8 @@
 """Ranges of a site's size by measurement: for ``tune``, and in max-autotune modes.
 
 The candidates worth timing differ from size to size. A coarse sweep times what each size offers,
-and the search for the edges goes on with those that were best somewhere.
+and the search for the edges goes on with those that were best somewhere, and with what the
+lowering's rule would take between two coarse sizes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def search(
     for size in coarse:  # all at once: while one is timed, the kernels of the others compile
         at.prepare(values(size), listed[size])
     swept: dict[int, dict[str, float]] = {}
-    kept = set(stock)
+    kept = stock | _ruled(at, values, lo, top)
     for size in coarse:
         swept[size] = at.times(values(size), listed[size], quick=True)
         count(size, listed[size], swept[size])
@@ -93,6 +94,12 @@ def search(
         default=choosing.STOCK if at.how.stock_may_win else None,
         margin=max(at.how.threshold, 1.01) - 1,
     )
+
+
+def _ruled(at: MeasuredSite, values: Values, lo: int, hi: int) -> set[str]:
+    """The first candidate of the lowering's own order at the sizes from lo to hi."""
+    lists = (at.short_list(values(size)) for size in ranges.geometric(lo, hi))
+    return {name for names in lists for name in [n for n in names if n != choosing.STOCK][:1]}
 
 
 def largest_that_fits(at: MeasuredSite, symbol: Any, lo: int, top: int, timer: Timer | None) -> int:

@@ -242,7 +242,7 @@ class _Search:
         return list(min(ways.values())[1])
 
 
-def _geometric(lo: int, hi: int) -> list[int]:
+def geometric(lo: int, hi: int) -> list[int]:
     """lo, hi, powers of two and the sizes half-way between them."""
     found = {lo, hi}
     power = 1
@@ -313,7 +313,7 @@ def find_measured_ranges(
     if max_sizes is not None and max_sizes < 4:
         raise ValueError(f"expected max_sizes >= 4, got {max_sizes}")
     search = _Search(score, margin, default, progress)
-    sweep = _geometric(lo, hi)
+    sweep = geometric(lo, hi)
     if max_sizes is not None:
         sweep = _thinned(sweep, max_sizes // 2)
     probes = {sweep[0], sweep[len(sweep) // 2], sweep[-1]}

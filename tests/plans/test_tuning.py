@@ -102,6 +102,21 @@ def test_a_candidate_that_other_sizes_offer_is_compared_too():
     assert [b.choice for b in plan.entries[0].boxes] == [best]
 
 
+def test_what_the_rule_takes_between_two_coarse_sizes_is_measured_there():
+    """The best at 300 to 900 rows, and only third at the coarse sizes around (256 and 1024)."""
+    ruled = "split7_64x128x128_w4_s4_pdl"
+
+    def model(key, sizes, names):
+        inside = 300 <= sizes["m"] <= 900
+        mine = 4.0 if inside else 12.0
+        return {n: mine if n == ruled else 10.0 if n == "stock" else 11.0 for n in names}
+
+    plan = tune(product, half(16, K), half(N, K).t(), dims={"x.0": (1, 8192)}, model=model)
+    (entry,) = plan.entries
+    found = [box for box in entry.boxes if box.choice == ruled]
+    assert len(found) == 1 and found[0].covers({"m": 512}), summary(plan)
+
+
 def test_what_is_far_behind_is_not_compiled_for_every_size():
     model = Model(edge=8)
     tune(product, half(16, K), half(K, N), dims={"x.0": (1, 512)}, model=model)
