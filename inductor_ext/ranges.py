@@ -71,7 +71,7 @@ def find_ranges(
     sizes up to 2**20 are asked and the last range is unbounded.
 
     Where there are more than ``max_ranges``, the range that spans the smallest factor between its
-    ends goes first, into the neighbour that spans the larger one (the lower, where equal).
+    ends goes first, into the one above it (the one before the last: into the one below).
     Raises ValueError for lo < 0, lo > hi or max_ranges < 1.
     """
     _check(lo, hi, max_ranges)
@@ -113,8 +113,9 @@ def _merge(found: list[Range], limit: int) -> list[Range]:
     """Absorb the smallest ranges until ``limit`` are left; neighbours of one choice become one."""
     while len(found) > limit:
         i = min(range(len(found)), key=lambda j: _octaves(found[j]))
-        neighbours = [j for j in (i - 1, i + 1) if 0 <= j < len(found)]
-        j = max(neighbours, key=lambda n: _octaves(found[n]))
+        # Upwards: what is cut for more is a little large for less; the other way round it may not
+        # fit. But not into the last, which has no end: what is chosen for the largest sizes.
+        j = i + 1 if i + 2 < len(found) or i == 0 else i - 1
         left, right = found[min(i, j)], found[max(i, j)]
         found[min(i, j) : max(i, j) + 1] = [Range(left.lo, right.hi, found[j].choice)]
         joined: list[Range] = []

@@ -7,6 +7,7 @@ say the tiling.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 
@@ -111,13 +112,17 @@ def _predicted_ns(
     splits = -(-k // per_split)
     programs = -(-m // block_m) * -(-n // block_n) * batch * splits
     read = (min(block_m, m) + min(block_n, n)) * per_split * itemsize
+    # Where a program fills an SM, one program too many is a second wave for all.
+    waves = programs / sms
+    if _tiling(m, n, k, batch, itemsize, shape).fills_an_sm(itemsize):
+        waves = math.ceil(waves)
     refills = max(per_split / _block_k(per_split, itemsize) / 4, 1) - 1
     partials = 2 * splits * m * n * batch * 4
     ahead = block_m >= m and (prefetch == "columns" or (prefetch == "rows" and block_n >= n))
     return (
         max(
             refills * rates.refill_ns,
-            read * max(1.0, programs / sms) / rates.sm_bytes_per_ns,
+            read * max(1.0, waves) / rates.sm_bytes_per_ns,
             read * programs / rates.l2_bytes_per_ns,
         )
         + partials / rates.partial_bytes_per_ns
@@ -161,14 +166,15 @@ def worth_it(m: int, n: int, k: int, batch: int, itemsize: int, sms: int) -> str
     """None where splitting K is expected to win against cuBLAS, else why not.
 
     On the H200 the split won by 1.9x or more from K = 1024 on while the output had up to 16 tiles
-    of 64x64, by 1.1x at 48 to 64 tiles; the margin is kept (benchmarks/NOTES.md).
+    of 64x64, and by 1.25x at 32; from 40 on, two waves of programs or few splits are level with the
+    library (benchmarks/NOTES.md).
     """
     tiles = -(-m // 64) * -(-n // 64) * batch
     if k < 1024:
         return f"K={k} is below 1024: one pass over it costs less than a second kernel"
     if k < 4 * max(m, n):
         return f"K={k} is below 4 x max(M, N)={4 * max(m, n)}: the partials cost too much"
-    if 3 * tiles > sms:
+    if 3.6 * tiles > sms:
         return f"{tiles} output tiles of 64x64 occupy {sms} SMs well enough"
     return None
 

@@ -7,7 +7,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inductor_ext import measure, measured_ranges, plan_cache
+from inductor_ext import config, measure, measured_ranges, plan_cache
 
 
 def pytest_collection_modifyitems(items):
@@ -31,6 +31,14 @@ def own_plan_cache(monkeypatch, tmp_path_factory):
 
     monkeypatch.setattr(plan_cache, "folder", folder)
     monkeypatch.setattr(measured_ranges, "_found", {})
+
+
+@pytest.fixture(autouse=True)
+def no_shipped_plan(monkeypatch):
+    """The rule decides, on every torch, also in the processes that a test starts."""
+    monkeypatch.setenv("INDUCTOR_EXT_SHIPPED_PLAN", "0")
+    with config.patch(shipped_plan=False):
+        yield
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
