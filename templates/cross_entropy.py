@@ -19,7 +19,8 @@ the logits cancels in d. The gradient at single columns (the target's, the spars
 stored a second time, behind a barrier: the block stores need no comparison per element.
 
 One program per row, or per (row, split). No atomics: the same bits every run. A row whose target
-is ignored is not read, so what it holds does not matter; its gradient is stored as 0.
+is ignored, or that has no SPARSE entry, is not swept, so what it holds does not matter; its
+gradient is stored as 0.
 """
 
 from __future__ import annotations
@@ -91,10 +92,13 @@ def sigmoid(d):
 
 @triton.jit
 def target_of(
-    X, T, row, x_stride, t_stride, columns, ignore_index, cap,
-    KIND: tl.constexpr, CAPPED: tl.constexpr,
+    X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
+    KIND: tl.constexpr, CAPPED: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(column of the target, its logit or another reference point of the row, row is skipped)."""
+    """(column of the target, its logit or another reference point of the row, row is skipped).
+
+    Skipped is a row whose target is ignored, and one without SPARSE entries.
+    """
     offset = row.to(tl.int64) * x_stride
     if KIND == INDEX:
         t = tl.load(T + row.to(tl.int64) * t_stride).to(tl.int64)
@@ -104,7 +108,12 @@ def target_of(
         return t.to(tl.int32), x, skipped
     else:
         x, _ = soft_cap(tl.load(X + offset).to(tl.float32), cap, CAPPED)
-        return -1, x, False
+        skipped = False
+        if KIND == SPARSE:
+            k = tl.arange(0, K_BLOCK)
+            q = tl.load(Q + row.to(tl.int64) * q_stride + k, mask=k < K, other=0.0)
+            skipped = tl.sum((q != 0).to(tl.int32), 0) == 0
+        return -1, x, skipped
 
 
 @triton.jit

@@ -142,18 +142,22 @@ def _numbers(loss: Loss, columns: Any) -> list[float]:
     return [loss.scale, loss.softcap or 1.0, keep, loss.smoothing / columns, loss.z_loss]
 
 
-def count(loss: Loss, target: Any, weight: Any, x: torch.Tensor) -> torch.Tensor:
+def count_programs(rows: Any) -> int:
+    """How many partial sums ``count`` leaves of this many rows with class indices."""
+    if not isinstance(rows, int):
+        return _COUNT_PROGRAMS
+    return max(1, min(_COUNT_PROGRAMS, triton.cdiv(rows, _COUNT_BLOCK)))
+
+
+def count(loss: Loss, target: Any, weight: Any, rows: Any, columns: Any, like: Any) -> torch.Tensor:
     """[2, programs] partial sums over the rows that count: of their class weights, of ones.
 
     Asserts on the device that every target is a column or ``ignore_index``.
     """
-    rows, columns = x.shape
     if loss.kind != INDEX:
-        return torch.full((2, 1), rows, dtype=torch.float32, device=x.device)
-    programs = _COUNT_PROGRAMS
-    if isinstance(rows, int):
-        programs = max(1, min(programs, triton.cdiv(rows, _COUNT_BLOCK)))
-    counts = torch.empty((2, programs), dtype=torch.float32, device=x.device)
+        return torch.full((2, 1), rows, dtype=torch.float32, device=like.device)
+    programs = count_programs(rows)
+    counts = torch.empty((2, programs), dtype=torch.float32, device=like.device)
     wrap_triton(cross_entropy.count_kernel)[(programs,)](
         target, target if weight is None else weight, counts, rows, columns, loss.ignore_index,
         programs, WEIGHTED=weight is not None, BLOCK=_COUNT_BLOCK, num_warps=8,
@@ -162,11 +166,13 @@ def count(loss: Loss, target: Any, weight: Any, x: torch.Tensor) -> torch.Tensor
 
 
 def forward(
-    loss: Loss, x: torch.Tensor, target: Any, q: Any, weight: Any, tile: Tile | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    loss: Loss, x: torch.Tensor, target: Any, q: Any, weight: Any, counts: Any = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(loss [N], lse [N], statistics [4, N], counts) of logits [N, V], all fp32: one read."""
-    counts = count(loss, target, weight, x)
     rows, columns = x.shape
+    if counts is None:
+        counts = count(loss, target, weight, rows, columns, x)
     losses, lse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     stats = torch.empty((STATISTICS, rows), dtype=torch.float32, device=x.device)
     _read(loss, x, target, q, weight, counts, losses, lse, stats, tile)
@@ -244,7 +250,7 @@ def forward_backward(
     """
     rows, columns = x.shape
     if counts is None:
-        counts = count(loss, target, weight, x)
+        counts = count(loss, target, weight, rows, columns, x)
     if isinstance(rows, int) and rows < _FEW and dx is None:
         losses, lse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
         stats = torch.empty((STATISTICS, rows), dtype=torch.float32, device=x.device)

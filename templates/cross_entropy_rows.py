@@ -62,9 +62,10 @@ def statistics_kernel(
         part = row % splits
         row = row // splits
     t, x_t, skipped = target_of(
-        X, T, row, x_stride, t_stride, columns, ignore_index, cap, KIND, CAPPED
-    )
-    if KIND == INDEX:
+        X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
+        KIND, CAPPED, K_BLOCK,
+    )  # fmt: skip
+    if KIND == INDEX or KIND == SPARSE:
         if skipped:
             if not SPLIT:
                 _skip(LOSS, LSE, STATS, COUNTS, rows, row, programs, MEAN, PROGRAMS)
@@ -113,9 +114,10 @@ def merge_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     t, x_t, skipped = target_of(
-        X, T, row, x_stride, t_stride, columns, ignore_index, cap, KIND, CAPPED
-    )
-    if KIND == INDEX:
+        X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
+        KIND, CAPPED, K_BLOCK,
+    )  # fmt: skip
+    if KIND == INDEX or KIND == SPARSE:
         if skipped:
             _skip(LOSS, LSE, STATS, COUNTS, rows, row, programs, MEAN, PROGRAMS)
             return
@@ -176,8 +178,9 @@ def gradient_kernel(
     row = tl.program_id(0) // chunks
     part = tl.program_id(0) % chunks
     t, x_t, skipped = target_of(
-        X, T, row, x_stride, t_stride, columns, ignore_index, cap, KIND, CAPPED
-    )
+        X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
+        KIND, CAPPED, K_BLOCK,
+    )  # fmt: skip
     offset, head = row_start(row, x_stride, E, ALIGNED)
     first = head + part * chunk
     n = tl.minimum(tl.maximum(columns - first, 0), chunk)
@@ -190,7 +193,7 @@ def gradient_kernel(
     edges = tl.minimum(before, columns)  # a row may end before its first boundary
     x_row = X + offset + part * chunk
     dx_row = DX + dx_offset + part * chunk
-    if KIND == INDEX:
+    if KIND == INDEX or KIND == SPARSE:
         if skipped:
             _zeros(DX, dx_row - before, n + edges, R * THREADS * E)
             return
@@ -238,8 +241,9 @@ def fused_kernel(
     eps_of = (keep, spread)
     row = tl.program_id(0)
     t, x_t, skipped = target_of(
-        X, T, row, x_stride, t_stride, columns, ignore_index, cap, KIND, CAPPED
-    )
+        X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
+        KIND, CAPPED, K_BLOCK,
+    )  # fmt: skip
     offset, head = row_start(row, x_stride, E, ALIGNED)
     edges = tl.minimum(head, columns)
     n = tl.maximum(columns - head, 0)
@@ -249,7 +253,7 @@ def fused_kernel(
     elif ALIGNED:
         dx_offset = tl.multiple_of(dx_offset, E)
     x_row, dx_row = X + offset, DX + dx_offset
-    if KIND == INDEX:
+    if KIND == INDEX or KIND == SPARSE:
         if skipped:
             # 0/0, as in torch, where no row counts.
             tl.store(LOSS + row, 0.0 * denominators(COUNTS, programs, MEAN, PROGRAMS)[0])

@@ -61,7 +61,7 @@ def cross_entropy(
     Raises ValueError or TypeError for what does not fit. A target outside [0, C) that is not
     ``ignore_index`` fails an assertion on the device, as in torch.
     """
-    _check_options(reduction, label_smoothing, softcap, scale, z_loss)
+    check_options(reduction, label_smoothing, softcap, scale, z_loss)
     _check_tensors(logits, target, weight)
     if logits.dim() == 1:
         by_class, rows_shape = logits[None], ()
@@ -90,9 +90,10 @@ def cross_entropy(
     return (out, lse.reshape(rows_shape)) if return_lse else out
 
 
-def _check_options(
+def check_options(
     reduction: str, label_smoothing: float, softcap: float | None, scale: float, z_loss: float
 ) -> None:
+    """Raise ValueError unless each is in its range."""
     if reduction not in REDUCTIONS:
         raise ValueError(f'reduction is expected to be "mean", "sum" or "none", got {reduction!r}')
     if not 0.0 <= label_smoothing <= 1.0:

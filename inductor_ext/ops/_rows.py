@@ -23,7 +23,7 @@ __all__ = ["DENSE", "INDEX", "NONE", "SPARSE", "Loss", "loss_with_gradient", "lo
 _SPARSE_LIMIT = 128  # entries of a row: the gradient compares each with each
 
 
-def kernels_apply(x: Tensor, loss: Loss | None = None, entries: Any = 0) -> bool:
+def kernels_apply(x: Tensor, entries: Any = 0) -> bool:
     """Whether the kernels compute on rows such as ``x``'s."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
@@ -59,8 +59,12 @@ def composed_losses(
             x, q, weight, loss.smoothing, loss.scale, loss.softcap
         )
     elif loss.kind == SPARSE:
+        assert not loss.mean  # the caller has it in q
         assert target is not None and q is not None
+        counts = (q != 0).any(1)
+        x = torch.where(counts[:, None], x, 0)
         rows, lse = composed.rows_by_entries(x, target, q, loss.scale, loss.softcap)
+        lse = torch.where(counts, lse, 0.0)
     else:
         z = composed.logits_of(x, loss.scale, loss.softcap)
         lse = torch.logsumexp(z, -1)
@@ -68,7 +72,7 @@ def composed_losses(
     if loss.mean and loss.kind != INDEX:
         ce_of = z_of = 1.0 / torch.full((), x.shape[0], dtype=rows.dtype, device=x.device)
     out = composed.reduced(rows, lse, ce_of, z_of, loss.z_loss, counts)
-    if counts is not None and loss.mean:
+    if loss.kind == INDEX and loss.mean:
         # 0/0 where nothing counts: NaN in the sum, but nothing in the gradient.
         out = torch.where(counts, out, 0.0 * torch.where(counts.any(), 0.0, torch.nan))
     return out, lse
@@ -202,7 +206,7 @@ def losses_of(
 
     A gradient of gradients is composed of torch functions.
     """
-    if not kernels_apply(x, loss, target.shape[-1] if loss.kind == SPARSE else 0):  # type: ignore[union-attr]
+    if not kernels_apply(x, target.shape[-1] if loss.kind == SPARSE else 0):  # type: ignore[union-attr]
         return composed_losses(loss, x, target, q, weight)
     rows, lse, _, _ = _forward(_dense_rows(x), target, q, weight, *_unpacked(loss))
     return rows, lse
@@ -221,7 +225,7 @@ def loss_with_gradient(
         and torch.is_grad_enabled()
         and x.dtype != torch.float16
         and not torch.compiler.is_compiling()
-        and kernels_apply(x, loss, target.shape[-1] if loss.kind == SPARSE else 0)  # type: ignore[union-attr]
+        and kernels_apply(x, target.shape[-1] if loss.kind == SPARSE else 0)  # type: ignore[union-attr]
     )
     if early:
         return _forward_backward(_dense_rows(x), target, q, weight, *_unpacked(loss))[0]

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from inductor_ext import measure
 from inductor_ext.ops import _rows
-from inductor_ext.templates import cross_entropy_launch
+from inductor_ext.ops import _softmax
+from inductor_ext.templates import cross_entropy_launch, softmax
 from inductor_ext.testing import launches_interpreted
 
 
@@ -20,10 +21,9 @@ def clean_setting():
 @contextlib.contextmanager
 def on_cpu():
     """The kernels apply to CPU tensors, and run on them in the interpreter."""
-    with launches_interpreted(cross_entropy_launch), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            _rows, "kernels_apply", lambda x, loss=None, entries=0: _rows.shapes_apply(x, entries)
-        )
+    with launches_interpreted(cross_entropy_launch, softmax), pytest.MonkeyPatch.context() as patch:
+        for module in (_rows, _softmax):
+            patch.setattr(module, "kernels_apply", _rows.shapes_apply)
         yield
 
 
