@@ -132,6 +132,10 @@ class _Launch:
         constants = {name: v for name, v in constants.items() if name in fn.arg_names}
         grid_args = list(self.autotuner.inductor_meta.get("extra_launcher_args", ()))
         free = [name for name in fn.arg_names if name not in constants] + grid_args
+        declared = self.autotuner.inductor_meta.get("declared_constexpr_names")
+        if len(args) != len(free) and declared is not None:
+            # An integer that is 1 is compiled in, and passed all the same.
+            free = [name for name in fn.arg_names if name not in declared] + grid_args
         if len(args) != len(free):  # constants that the wrapper passes all the same
             free = [name for name in fn.arg_names if name not in config.kwargs] + grid_args
         if len(args) > len(free):
