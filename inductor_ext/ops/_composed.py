@@ -47,7 +47,9 @@ def rows_by_index(
     own = shifted.gather(1, t)[:, 0]
     margin = lse_of(shifted.scatter(1, t, -math.inf)) - own
     ce = F.softplus(margin, threshold=80.0)
-    # Where softplus is past its threshold it is the identity; where nothing else is there, 0.
+    # A row without a softmax has no gradient either, at no column.
+    none = ce.isnan()
+    ce = torch.where(none, torch.where(none[:, None], z, 0).sum(-1) * math.nan, ce)
     w = torch.ones_like(ce) if weight is None else wide(weight)[t[:, 0]].to(ce.dtype)
     loss = (1.0 - smoothing) * w * ce
     if smoothing:
