@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -74,11 +75,10 @@ def step(fn: Callable[..., Any], kind: str, inputs: Sequence[Any]) -> Callable[[
 
         return forward
     x = x.detach().requires_grad_()
-    shape_of = fn(x, *rest)
-    g = torch.ones_like(shape_of) if shape_of.dim() == 0 else torch.randn_like(shape_of)
+    out = fn(x, *rest)
+    g = torch.ones_like(out) if out.dim() == 0 else torch.randn_like(out)
     if kind == "bwd":
-        return lambda: torch.autograd.grad(shape_of, x, g, retain_graph=True)
-    del shape_of
+        return functools.partial(torch.autograd.grad, out, x, g, retain_graph=True)
     return lambda: torch.autograd.grad(fn(x, *rest), x, g)
 
 
@@ -98,7 +98,9 @@ def check(case: Case, fn: Callable[..., Any], inputs: Sequence[Any]) -> str:
     z = few[0].requires_grad_()
     written = cases_of.in_fp64(case.suite)
     (truth,) = torch.autograd.grad(
-        written(z, *few[1:]), z, g[rows].double() if g.dim() else torch.ones((), device=cases_of.DEVICE).double()
+        written(z, *few[1:]),
+        z,
+        g[rows].double() if g.dim() else torch.ones((), device=cases_of.DEVICE).double(),
     )
     if out.dim() == 0:
         truth = truth * (min(cases_of.CHECKED_ROWS, case.rows) / case.rows)
@@ -152,8 +154,15 @@ def measure_linear(case: Case, columns: Sequence[str], timer: Timer) -> Iterator
         fn = cases_of.linear_program(column, case.rows)
         if fn is None:
             continue
-        h = torch.randn(case.rows, cases_of.HIDDEN, device=cases_of.DEVICE).bfloat16().requires_grad_()
-        w = (torch.randn(case.columns, cases_of.HIDDEN, device=cases_of.DEVICE) * cases_of.HIDDEN**-0.5).bfloat16()
+        h = (
+            torch.randn(case.rows, cases_of.HIDDEN, device=cases_of.DEVICE)
+            .bfloat16()
+            .requires_grad_()
+        )
+        w = (
+            torch.randn(case.columns, cases_of.HIDDEN, device=cases_of.DEVICE)
+            * cases_of.HIDDEN**-0.5
+        ).bfloat16()
         w.requires_grad_()
         t = torch.randint(0, case.columns, (case.rows,), device=cases_of.DEVICE)
 
@@ -184,11 +193,11 @@ def measure_linear(case: Case, columns: Sequence[str], timer: Timer) -> Iterator
 def _check_linear(h: Any, w: Any, t: Any, dh: Any) -> str:
     import torch
 
-    few = h[:cases_of.CHECKED_ROWS].detach().float().requires_grad_()
+    few = h[: cases_of.CHECKED_ROWS].detach().float().requires_grad_()
     logits = few @ w.detach().float().t()
-    loss = torch.nn.functional.cross_entropy(logits, t[:cases_of.CHECKED_ROWS], reduction="sum")
+    loss = torch.nn.functional.cross_entropy(logits, t[: cases_of.CHECKED_ROWS], reduction="sum")
     (truth,) = torch.autograd.grad(loss / h.shape[0], few)
-    error = ((dh[:cases_of.CHECKED_ROWS].float() - truth).norm() / truth.norm()).item()
+    error = ((dh[: cases_of.CHECKED_ROWS].float() - truth).norm() / truth.norm()).item()
     return "ok" if error < 2e-2 else f"relative error {error:.2g} of the gradient of h"
 
 
@@ -205,7 +214,7 @@ def tilings(columns: int) -> list[tuple[str, tuple[int, int, int, int]]]:
     if columns <= 32768:
         whole = [(r, w) for w, r in ((8, 2), (8, 1), (16, 1), (16, 2), (16, 4), (32, 1), (4, 4))]
         full = [(r, w, -(-columns // (r * 32 * w * 8)), 1) for r, w in whole]
-        fused = full + [(2, 8, 0, 1), (4, 8, 0, 1), (2, 8, 4, 3), (2, 16, 2, 1), (2, 4, 0, 3)]
+        fused = [*full, (2, 8, 0, 1), (4, 8, 0, 1), (2, 8, 4, 3), (2, 16, 2, 1), (2, 4, 0, 3)]
     read = [(4, 8, 0, 1), (2, 8, 0, 1), (2, 8, 0, 3), (2, 8, 0, 4), (4, 4, 0, 1), (2, 4, 0, 3),
             (4, 16, 0, 1), (8, 4, 0, 1), (2, 16, 0, 3)]  # fmt: skip
     gradient = [(2, 8, 0, 1), (1, 8, 0, 1), (2, 4, 0, 1), (4, 4, 0, 1), (4, 8, 0, 1), (1, 4, 0, 1)]
@@ -217,9 +226,9 @@ def tilings(columns: int) -> list[tuple[str, tuple[int, int, int, int]]]:
 def measure_tilings(shape: tuple[int, int], budget: common.Budget, timer: Timer) -> Iterator[Any]:
     """One CSV row per (kernel, tile) of plain cross entropy, mean."""
     import torch
+    from inductor_ext.templates import cross_entropy_launch as launch
 
     from inductor_ext import measure
-    from inductor_ext.templates import cross_entropy_launch as launch
 
     case = Case("plain", *shape)
     x, t = draw(case)
@@ -229,13 +238,14 @@ def measure_tilings(shape: tuple[int, int], budget: common.Budget, timer: Timer)
     g = torch.ones(1, device=cases_of.DEVICE).expand(shape[0])
     for kind, sizes in budget.take(tilings(shape[1])):
         tile = launch.Tile(*sizes)
+        plain = loss, x, t, None, None
         calls: dict[str, Callable[[], Any]] = {
-            "both": lambda tile=tile: launch.forward_backward(loss, x, t, None, None, counts, tile),
-            "fwd": lambda tile=tile: launch.forward(loss, x, t, None, None, counts, tile),
-            "bwd": lambda tile=tile: launch.backward(
-                loss, g, None, x, t, None, None, stats, counts, tile
+            "both": functools.partial(launch.forward_backward, *plain, counts, tile),
+            "fwd": functools.partial(launch.forward, *plain, counts, tile),
+            "bwd": functools.partial(
+                launch.backward, loss, g, None, x, t, None, None, stats, counts, tile
             ),
-        }  # fmt: skip
+        }
         row: dict[str, Any] = {"case": case.name, "kernel": kind, "tile": "x".join(map(str, sizes))}
         try:
             row["us"] = timer(calls[kind])

@@ -53,9 +53,9 @@ def ordered(suites: Sequence[str], quick: bool) -> list[Case]:
     """The cases of a run in an order of which any beginning is representative."""
     groups = []
     for suite in suites:
-        shapes = [(n, CLASSES) for n in LINEAR] if suite == "linear" else SHAPES
+        shapes = [(n, CLASSES) for n in LINEAR] if suite == "linear" else list(SHAPES)
         if quick:
-            shapes = [(4096, CLASSES)] if suite == "linear" else QUICK_SHAPES
+            shapes = [(4096, CLASSES)] if suite == "linear" else list(QUICK_SHAPES)
         groups.append([Case(suite, *shape) for shape in shapes])
     return common.round_robin(groups)
 
@@ -173,16 +173,23 @@ def program(case: Case, column: str, kind: str) -> Callable[..., Any] | None:
 
 
 def in_fp64(suite: str) -> Callable[..., Any]:
+    """What a user writes, without its casts."""
     import torch
     import torch.nn.functional as F
 
-    return {
-        "z_loss": lambda x, t: F.cross_entropy(x, t) + 1e-4 * x.logsumexp(-1).square().mean(),
-        "softcap": lambda x, t: F.cross_entropy(30.0 * torch.tanh(x / 30.0), t),
-        "distillation": lambda x, ids, w: -(
-            w.softmax(-1) * x.log_softmax(-1).gather(1, ids)
-        ).sum(-1).mean(),
-    }.get(suite, as_written(suite))  # fmt: skip
+    def z_loss(x: Any, t: Any) -> Any:
+        return F.cross_entropy(x, t) + 1e-4 * x.logsumexp(-1).square().mean()
+
+    def softcap(x: Any, t: Any) -> Any:
+        return F.cross_entropy(30.0 * torch.tanh(x / 30.0), t)
+
+    def distillation(x: Any, ids: Any, logprobs: Any) -> Any:
+        return -(logprobs.softmax(-1) * x.log_softmax(-1).gather(1, ids)).sum(-1).mean()
+
+    own: dict[str, Callable[..., Any]] = {
+        "z_loss": z_loss, "softcap": softcap, "distillation": distillation
+    }  # fmt: skip
+    return own.get(suite) or as_written(suite)
 
 
 def linear_program(column: str, rows: int) -> Callable[..., Any] | None:

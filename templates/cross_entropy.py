@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .row_softmax import fold, meet, row_start, soft_cap
+from .row_softmax import fold, soft_cap
 
 NONE, INDEX, DENSE, SPARSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
@@ -182,9 +182,9 @@ def sweep(
     held = ()
     for k in tl.static_range(HELD):
         if k < WHOLE:
-            held = held + (tl.load(x_row + k * BLOCK + i),)
+            held = held + (tl.load(x_row + k * BLOCK + i),)  # type: ignore[assignment]
         else:
-            held = held + (tl.load(x_row + k * BLOCK + i, mask=k * BLOCK + i < n, other=0.0),)
+            held = held + (tl.load(x_row + k * BLOCK + i, mask=k * BLOCK + i < n, other=0.0),)  # type: ignore[assignment]
     for k in tl.static_range(HELD):
         at = k * BLOCK + i
         state = absorb(
@@ -242,7 +242,7 @@ def finish(
     elif KIND == DENSE:
         loss = mass * (log_total - tl.fma(reference, alpha, -anchor)) * LN2 - scale * linear
     elif KIND == SPARSE:
-        c, q, x_c, _, used = sparse_of(X, T, Q, row, x_stride, q_stride, K, cap, CAPPED, K_BLOCK)
+        _, q, x_c, _, used = sparse_of(X, T, Q, row, x_stride, q_stride, K, cap, CAPPED, K_BLOCK)
         mass = tl.sum(q, 0)
         each = (log_total - tl.fma(x_c, alpha, -anchor)) * LN2
         loss = tl.sum(tl.where(used, q * each, 0.0), 0)
@@ -253,7 +253,10 @@ def finish(
 @triton.jit
 def sparse_of(X, T, Q, row, x_stride, q_stride, K, cap, CAPPED: tl.constexpr,
               K_BLOCK: tl.constexpr):  # fmt: skip
-    """(columns, q, logits, their derivative, whether there is one) of a row's K entries; T and Q have one stride."""
+    """(columns, q, logits, their derivative, whether there is one) of a row's K entries.
+
+    T and Q have the same stride.
+    """
     k = tl.arange(0, K_BLOCK)
     at = row.to(tl.int64) * q_stride + k
     q = tl.load(Q + at, mask=k < K, other=0.0).to(tl.float32)
@@ -286,7 +289,8 @@ def slope(DX, x, c, inside, Q, W, alpha, anchor, per_exp, per_q, cap, eps_of,
 
 @triton.jit
 def write(
-    DX, x_row, dx_row, held, head, edges, first, n, Q, W, alpha, anchor, per_exp, per_q, cap, eps_of,
+    DX, x_row, dx_row, held, head, edges, first, n, Q, W, alpha, anchor, per_exp, per_q, cap,
+    eps_of,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     ALIGNED: tl.constexpr, HELD: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr,
     R: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,

@@ -1,9 +1,9 @@
 """The kernels of cross entropy, made of the pieces in ``cross_entropy``.
 
-    statistics_kernel   one read: loss, lse and what the gradient needs; per row or (row, split)
-    merge_kernel        the splits of a row into one
-    gradient_kernel     one read and one write, from saved statistics; per (row, chunk)
-    fused_kernel        loss and gradient; the second sweep reads what registers do not hold from L2
+statistics_kernel   one read: loss, lse and what the gradient needs; per row or (row, split)
+merge_kernel        the splits of a row into one
+gradient_kernel     one read and one write, from saved statistics; per (row, chunk)
+fused_kernel        loss and gradient; the second sweep reads what registers do not hold from L2
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from .cross_entropy import (
-    DENSE,
     INDEX,
     LOG2E,
     SPARSE,

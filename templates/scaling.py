@@ -16,7 +16,7 @@ def scale_kernel(X, G, size, programs, BLOCK: tl.constexpr):
     if g != 1.0:
         # A few programs walk over x, so that leaving at once costs as few.
         for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), programs):
-            i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            i = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(X + i, mask=i < size, other=0.0)
             tl.store(X + i, (x.to(tl.float32) * g).to(X.dtype.element_ty), mask=i < size)
 

@@ -63,9 +63,9 @@ def softmax_kernel(
     for k in tl.static_range(HELD):
         at = k * BLOCK + i
         if k < WHOLE:
-            held = held + (tl.load(x_row + at),)
+            held = held + (tl.load(x_row + at),)  # type: ignore[assignment]
         else:
-            held = held + (tl.load(x_row + at, mask=at < n, other=-float("inf")),)
+            held = held + (tl.load(x_row + at, mask=at < n, other=-float("inf")),)  # type: ignore[assignment]
     for k in tl.static_range(HELD):
         kept = tl.reshape(held[k].to(tl.float32), [R, THREADS, E])
         shift, total = fold(kept, shift, total, alpha)
@@ -149,10 +149,10 @@ def softmax_backward_kernel(
     for k in tl.static_range(HELD):
         at = k * BLOCK + i
         if k < WHOLE:
-            y_held, g_held = y_held + (tl.load(y_row + at),), g_held + (tl.load(g_row + at),)
+            y_held, g_held = y_held + (tl.load(y_row + at),), g_held + (tl.load(g_row + at),)  # type: ignore[assignment]
         else:
-            y_held = y_held + (tl.load(y_row + at, mask=at < n, other=0.0),)
-            g_held = g_held + (tl.load(g_row + at, mask=at < n, other=0.0),)
+            y_held = y_held + (tl.load(y_row + at, mask=at < n, other=0.0),)  # type: ignore[assignment]
+            g_held = g_held + (tl.load(g_row + at, mask=at < n, other=0.0),)  # type: ignore[assignment]
     for k in tl.static_range(HELD):
         total += _term(y_held[k], g_held[k], R, THREADS, E, LOG)
     if STREAM:

@@ -1,4 +1,4 @@
-"""``cross_entropy``: every option of ``torch.nn.functional.cross_entropy``, and what trainers add."""
+"""``cross_entropy``: every option of ``F.cross_entropy``, and what trainers add."""
 
 from __future__ import annotations
 
@@ -120,9 +120,7 @@ def _check_tensors(logits: Tensor, target: Tensor, weight: Tensor | None) -> Non
                 f"{tuple(target.shape)}"
             )
     elif target.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"target is expected to be int32, int64 or floating, got {target.dtype}"
-        )
+        raise TypeError(f"target is expected to be int32, int64 or floating, got {target.dtype}")
     else:
         rows = () if logits.dim() == 1 else (logits.shape[0], *logits.shape[2:])
         if tuple(target.shape) != tuple(rows):

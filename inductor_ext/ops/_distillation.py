@@ -47,7 +47,7 @@ def sparse_distillation_loss(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f'reduction is expected to be "mean", "sum" or "none", got {reduction!r}')
-    if softcap is not None and softcap <= 0 or scale <= 0:
+    if (softcap is not None and softcap <= 0) or scale <= 0:
         raise ValueError(f"softcap and scale are expected positive, got {softcap} and {scale}")
     _check(logits, ids, logprobs, target)
     columns, used, counts = ids, logprobs.float() > -torch.inf, None
@@ -63,7 +63,9 @@ def sparse_distillation_loss(
     inside = (columns >= 0) & (columns < logits.shape[1])
     if counts is not None:
         inside = inside | ~counts[:, None]
-    torch._assert_async((inside | ~used).all(), "an id or a target is not in [0, number of columns)")
+    torch._assert_async(
+        (inside | ~used).all(), "an id or a target is not in [0, number of columns)"
+    )
     q = torch.where(used & inside, weights, -torch.inf).softmax(1)
     if counts is not None:
         q = torch.where(counts[:, None], q, 0.0)
@@ -99,7 +101,5 @@ def _check(logits: Tensor, ids: Tensor, logprobs: Tensor, target: Tensor | None)
         elif tensor.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} is expected to be int32 or int64, got {tensor.dtype}")
         elif tensor.dim() != (2 if name == "ids" else 1) or tensor.shape[0] != logits.shape[0]:
-            dims = "[N, K]" if name == "ids" else "[N]"
-            raise ValueError(
-                f"{name} is expected as {dims} with N = {logits.shape[0]}, got {tuple(tensor.shape)}"
-            )
+            wanted = f"({logits.shape[0]}, K)" if name == "ids" else f"({logits.shape[0]},)"
+            raise ValueError(f"{name} is expected as {wanted}, got {tuple(tensor.shape)}")

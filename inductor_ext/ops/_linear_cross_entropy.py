@@ -6,8 +6,8 @@ gradients of h and W. W's parts are added in fp32 and rounded once. With one chu
 accumulation is that sum.
 
 How long a chunk is: each reads W twice and W's fp32 gradient, which it also writes, 12 H V bytes
-beside 6 H V flops a row, so that C rows are C/2 flops a byte: 1024 rows are 512, where an H200 needs
-206 to be kept busy. More rows cost memory only.
+beside 6 H V flops a row, so that C rows are C/2 flops a byte: 1024 rows are 512, where an H200
+needs 206 to be kept busy. More rows cost memory only.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class _Gradients:
 
 
 def _parts(rows: int, size: int) -> list[slice]:
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)] or [slice(0, 0)]
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)] or [
+        slice(0, 0)
+    ]
 
 
 def _buffer(h: Tensor, w: Tensor, size: int) -> Tensor:
@@ -183,8 +185,8 @@ def _of_gradients(ctx: Any, tensors: Any, g: Any, g_lse: Any) -> Any:
     """Differentiable gradients, for ``create_graph``."""
     h, w, bias, target, weight = tensors
     with torch.enable_grad():
-        own = [None if t is None else t.view_as(t) for t in (h, w, bias)]
-        outputs = _composed(Loss(_rows.INDEX, *ctx.options), *own, target, weight)
+        own: list[Any] = [None if t is None else t.view_as(t) for t in (h, w, bias)]
+        outputs = _composed(Loss(_rows.INDEX, *ctx.options), own[0], own[1], own[2], target, weight)
         pairs = [(o, d) for o, d in zip(outputs, (g, g_lse), strict=True) if d is not None]
         wanted = [t for t in own if t is not None]
         found = torch.autograd.grad(
@@ -283,9 +285,7 @@ def linear_cross_entropy(
     )  # fmt: skip
     weight = None if weight is None else weight.detach().contiguous()
     options = (ignore_index, label_smoothing, scale, softcap or 0.0, z_loss, loss.mean)
-    wants = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (h, w, bias)
-    )
+    wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (h, w, bias))
     if not _rows.kernels_apply(w.t()[:1]):
         losses, lse = _composed(loss, flat, w, bias, index, weight)
     elif reduction != "none" and not return_lse and wants and h.dtype != torch.float16:
@@ -308,7 +308,9 @@ def _check(h: Tensor, w: Tensor, bias: Any, target: Tensor, weight: Any) -> None
         if tensor is not None:
             check_placed(name, tensor, h)
             if name != "target" and tensor.dtype != h.dtype:
-                raise TypeError(f"{name} is expected in the dtype of h, {h.dtype}, got {tensor.dtype}")
+                raise TypeError(
+                    f"{name} is expected in the dtype of h, {h.dtype}, got {tensor.dtype}"
+                )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != w.shape[0]):
         raise ValueError(f"bias is expected as ({w.shape[0]},), got {tuple(bias.shape)}")
     if target.dtype not in (torch.int32, torch.int64):

@@ -1,8 +1,8 @@
 """Cross entropy of rows as torch operations: loss and lse of logits [N, V], and their gradients.
 
-``Loss`` says what is summed over a row. ``losses_of`` is differentiable; where the loss is a mean or a
-sum, ``loss_with_gradient`` makes the gradient in the forward, so that the logits are read once.
-Where the kernels do not apply, both are composed of torch functions.
+``Loss`` says what is summed over a row. ``losses_of`` is differentiable; where the loss is a mean
+or a sum, ``loss_with_gradient`` makes the gradient in the forward, so that the logits are read
+once. Where the kernels do not apply, both are composed of torch functions.
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ def composed_losses(
     elif loss.kind == SPARSE:
         assert not loss.mean  # the caller has it in q
         assert target is not None and q is not None
-        counts = (q != 0).any(1)
-        x = torch.where(counts[:, None], x, 0)
+        assert target is not None and q is not None
+        entries = (q != 0).any(1)
+        counts = entries
+        x = torch.where(entries[:, None], x, 0)
         rows, lse = composed.rows_by_entries(x, target, q, loss.scale, loss.softcap)
-        lse = torch.where(counts, lse, 0.0)
+        lse = torch.where(entries, lse, 0.0)
     else:
         z = composed.logits_of(x, loss.scale, loss.softcap)
         lse = torch.logsumexp(z, -1)
@@ -72,7 +74,7 @@ def composed_losses(
     if loss.mean and loss.kind != INDEX:
         ce_of = z_of = 1.0 / torch.full((), x.shape[0], dtype=rows.dtype, device=x.device)
     out = composed.reduced(rows, lse, ce_of, z_of, loss.z_loss, counts)
-    if loss.kind == INDEX and loss.mean:
+    if loss.mean and counts is not None:
         # 0/0 where nothing counts: NaN in the sum, but nothing in the gradient.
         out = torch.where(counts, out, 0.0 * torch.where(counts.any(), 0.0, torch.nan))
     return out, lse
@@ -136,7 +138,7 @@ def _composed_gradient(loss: Loss, saved: Any, g: Tensor | None, g_lse: Tensor |
 
 def _setup_forward(ctx: Any, inputs: Any, output: Any) -> None:
     x, target, q, weight, *options = inputs
-    _, lse, stats, counts = output
+    _, _, stats, counts = output
     ctx.options = options
     ctx.save_for_backward(x, target, q, weight, stats, counts)
     ctx.mark_non_differentiable(stats, counts)

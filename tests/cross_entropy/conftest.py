@@ -5,11 +5,10 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from inductor_ext.templates import cross_entropy_launch, softmax
 
 from inductor_ext import measure
-from inductor_ext.ops import _rows
-from inductor_ext.ops import _softmax
-from inductor_ext.templates import cross_entropy_launch, softmax
+from inductor_ext.ops import _rows, _softmax
 from inductor_ext.testing import launches_interpreted
 
 

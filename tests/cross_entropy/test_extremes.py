@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import ops
-from inductor_ext.templates.cross_entropy_launch import Tile
 
 FP32, BF16 = torch.float32, torch.bfloat16
 HELD, STREAMED = Tile(1, 1, 3, 1), Tile(1, 1, 0, 1)

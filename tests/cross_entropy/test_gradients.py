@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import compat, ops
-from inductor_ext.templates.cross_entropy_launch import Tile
 from inductor_ext.testing import compile_for, run_interpreted
 
 TILE = Tile(1, 1, 1, 1)
@@ -83,8 +83,9 @@ def test_lse_is_differentiable(kernels, on_cpu, with_tile):
 
 
 def test_a_gradient_that_nobody_keeps_is_scaled_in_place(on_cpu, with_tile, monkeypatch):
-    from inductor_ext.ops import _rows
     from inductor_ext.templates import scaling
+
+    from inductor_ext.ops import _rows
 
     calls = []
     monkeypatch.setattr(_rows, "launch_applies", lambda x: True)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import ops
-from inductor_ext.templates.cross_entropy_launch import Tile
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Small tiles, so that rows of a few hundred columns are held, streamed and split as long ones are.

@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 import torch
+from inductor_ext.templates import softmax
 
 from inductor_ext.ops import _rows, _softmax
-from inductor_ext.templates import softmax
 from inductor_ext.testing import launches_interpreted
 
 

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-
-from inductor_ext import measure, ops
 from inductor_ext.templates import softmax as kernels
 from inductor_ext.templates.softmax import Tile
+
+from inductor_ext import measure, ops
 from inductor_ext.testing import compile_for, launch_binaries
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
