@@ -134,12 +134,13 @@ def distribution(Q, W, c, inside, eps_of, KIND: tl.constexpr, WEIGHTED: tl.const
 
 @triton.jit
 def absorb(
-    x, c, inside, t, reference, Q, W, state, alpha, cap, eps_of, ROWS: tl.constexpr,
+    x, c0, inside, t, reference, Q, W, state, alpha, cap, eps_of, ROWS: tl.constexpr,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     THREADS: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A block of logits x at the columns c into (shift, total, linear, mass) of each thread."""
+    """A block of logits x at the columns from c0 into (shift, total, linear, mass) of each thread."""
     shift, total, linear, mass = state
+    c = c0 + tl.arange(0, ROWS * THREADS * E)
     x, _ = soft_cap(x.to(tl.float32), cap, CAPPED)
     if KIND == DENSE or (KIND == INDEX and SMOOTH):
         q = distribution(Q, W, c, inside, eps_of, KIND, WEIGHTED, SMOOTH, MASKED)
@@ -153,7 +154,11 @@ def absorb(
     if MASKED:
         x = tl.where(inside, x, -float("inf"))
     if KIND == INDEX:
-        x = tl.where(c == t, -float("inf"), x)
+        # The block that holds the target is one of many: the others compare nothing. The barrier
+        # keeps the compiler from turning the branch into comparisons of all of them.
+        if (t >= c0) & (t < c0 + ROWS * THREADS * E):
+            tl.debug_barrier()
+            x = tl.where(c == t, -float("inf"), x)
     shift, total = fold(tl.reshape(x, [ROWS, THREADS, E]), shift, total, alpha)
     return shift, total, linear, mass
 
@@ -176,7 +181,7 @@ def sweep(
         j = tl.arange(0, THREADS * E)
         edge = tl.load(x_row - head + j, mask=j < edges, other=0.0)
         state = absorb(
-            edge, first - head + j, j < edges, t, reference, Q, W, state, alpha, cap, eps_of, 1,
+            edge, first - head, j < edges, t, reference, Q, W, state, alpha, cap, eps_of, 1,
             KIND, WEIGHTED, SMOOTH, CAPPED, THREADS, E, True,
         )  # fmt: skip
     held = ()
@@ -188,7 +193,7 @@ def sweep(
     for k in tl.static_range(HELD):
         at = k * BLOCK + i
         state = absorb(
-            held[k], first + at, at < n, t, reference, Q, W, state, alpha, cap, eps_of, R,
+            held[k], first + k * BLOCK, at < n, t, reference, Q, W, state, alpha, cap, eps_of, R,
             KIND, WEIGHTED, SMOOTH, CAPPED, THREADS, E, k >= WHOLE,
         )  # fmt: skip
     if STREAM:
@@ -198,13 +203,13 @@ def sweep(
         for c in tl.range(HELD * BLOCK, last, BLOCK, num_stages=STAGES):
             x = tl.load(x_row + c + i, eviction_policy=POLICY)
             state = absorb(
-                x, first + c + i, True, t, reference, Q, W, state, alpha, cap, eps_of, R,
+                x, first + c, True, t, reference, Q, W, state, alpha, cap, eps_of, R,
                 KIND, WEIGHTED, SMOOTH, CAPPED, THREADS, E, False,
             )  # fmt: skip
         if last < n:
             tail = tl.load(x_row + last + i, mask=last + i < n, other=0.0, eviction_policy=POLICY)
             state = absorb(
-                tail, first + last + i, last + i < n, t, reference, Q, W, state, alpha, cap, eps_of,
+                tail, first + last, last + i < n, t, reference, Q, W, state, alpha, cap, eps_of,
                 R, KIND, WEIGHTED, SMOOTH, CAPPED, THREADS, E, True,
             )  # fmt: skip
     return held, state

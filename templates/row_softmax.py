@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -39,7 +40,9 @@ def soft_cap(x, cap, CAPPED: tl.constexpr):
     """(c tanh(x/c), its derivative), or (x, 1)."""
     if CAPPED:
         # tanh u = 1 - 2 r with r = 1 / (1 + e^(2u)); its derivative 4 r (1 - r) does not cancel.
-        r = 1.0 / (1.0 + tl.exp2(x * (2.0 * 1.4426950408889634 / cap)))
+        # The divisor is 1 at least and may be inf: the fast division needs no more care.
+        e = tl.exp2(x * (2.0 * 1.4426950408889634 / cap))
+        r = libdevice.fast_dividef(tl.full(e.shape, 1.0, tl.float32), 1.0 + e)
         return cap - 2.0 * cap * r, 4.0 * r * (1.0 - r)
     else:
         return x, 1.0

@@ -46,10 +46,7 @@ def formula(x, target, weight=None, *, ignore_index=-100, reduction="mean", labe
     z = z * scale if scale != 1.0 else z
     if weight is not None:
         weight = weight.to(z.dtype)
-    if target.is_floating_point():
-        target = target.to(z.dtype)
-    else:
-        target = target.long()
+    target = target.to(z.dtype) if target.is_floating_point() else target.long()
     out = F.cross_entropy(
         z, target, weight, ignore_index=ignore_index, reduction=reduction,
         label_smoothing=label_smoothing,
