@@ -138,7 +138,7 @@ def absorb(
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     THREADS: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A block of logits x at the columns from c0 into (shift, total, linear, mass) of each thread."""
+    """A block of logits x, columns from c0 on, into each thread's (shift, total, linear, mass)."""
     shift, total, linear, mass = state
     c = c0 + tl.arange(0, ROWS * THREADS * E)
     x, _ = soft_cap(x.to(tl.float32), cap, CAPPED)

@@ -11,16 +11,19 @@ from torch.library import triton_op
 
 from inductor_ext.ops._rows import kernels_apply
 from inductor_ext.templates import softmax as kernels
+from inductor_ext.templates import softmax_split as split
 
 
 @triton_op("inductor_ext::softmax_forward", mutates_args=())
 def _forward(x: Tensor, scale: float, log: bool) -> Tensor:
-    return kernels.forward(x, scale, log)
+    chosen = split if split.applies(x) else kernels
+    return chosen.forward(x, scale, log)
 
 
 @triton_op("inductor_ext::softmax_backward", mutates_args=())
 def _backward(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
-    return kernels.backward(y, g, scale, log)
+    chosen = split if split.applies(y) else kernels
+    return chosen.backward(y, g, scale, log)
 
 
 def _composed(x: Tensor, scale: float, log: bool) -> Tensor:

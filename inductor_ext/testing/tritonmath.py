@@ -222,7 +222,6 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "saturate": lambda x: torch.clamp(x, 0, 1),
     "min": torch.minimum,
     "max": torch.maximum,
-    "fdivide": torch.div,
 }
 # Correctly rounded and fast versions differ from the plain operation in rounding only.
 for _suffix in ("rn", "rz", "ru", "rd"):

@@ -68,6 +68,23 @@ def test_a_column_that_is_wrong_is_reported(monkeypatch):
     assert "relative error" in row["check"]
 
 
+@pytest.mark.usefixtures("pretended_card")
+def test_tilings_launch_the_kernels_with_each_tile(monkeypatch, tmp_path, on_cpu):
+    monkeypatch.setattr(cross_entropy, "TILED_SHAPES", ((3, 300),))
+    sizes = [
+        ("both", (1, 1, 1, 1)),
+        ("fwd", (2, 1, 0, 1)),
+        ("bwd", (1, 1, 0, 1)),
+        ("both", (3, 1, 1, 1)),
+    ]
+    monkeypatch.setattr(cross_entropy, "tilings", lambda columns: sizes)
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path), "--tilings"])
+    with on_cpu():
+        cross_entropy.main()
+    rows = common.read_csv(tmp_path / "cross_entropy_tilings.csv")
+    assert [r["us"] for r in rows] == ["10"] * 3
+
+
 def test_list_answers_without_torch():
     command = [sys.executable, "-X", "importtime", "-m", "benchmarks.cross_entropy", "--list"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

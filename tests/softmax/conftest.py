@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from inductor_ext.templates import softmax
+from inductor_ext.templates import softmax, softmax_split
 
 from inductor_ext.ops import _rows, _softmax
 from inductor_ext.testing import launches_interpreted
@@ -17,10 +17,14 @@ def clean_setting():
 
 @contextlib.contextmanager
 def on_cpu(tile):
-    """The kernels apply to CPU tensors, run on them in the interpreter, and have this tile."""
-    with launches_interpreted(softmax), pytest.MonkeyPatch.context() as patch:
+    """The kernels apply to CPU tensors, run on them in the interpreter, and have this tile.
+
+    None: rows are split.
+    """
+    with launches_interpreted(softmax, softmax_split), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_softmax, "kernels_apply", _rows.shapes_apply)
         patch.setattr(softmax, "tile", lambda *_: tile)
+        patch.setattr(softmax_split, "applies", lambda x: tile is None)
         yield
 
 

@@ -6,13 +6,19 @@ import math
 import pytest
 import torch
 from inductor_ext.templates import softmax as kernels
+from inductor_ext.templates import softmax_split as split
 from inductor_ext.templates.softmax import Tile
 
 from inductor_ext import measure, ops
 from inductor_ext.testing import compile_for, launch_binaries
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TILES = {"held": Tile(1, 1, 5, 1), "both": Tile(1, 1, 1, 1), "streamed": Tile(2, 1, 0, 1)}
+TILES = {
+    "held": Tile(1, 1, 5, 1),
+    "both": Tile(1, 1, 1, 1),
+    "streamed": Tile(2, 1, 0, 1),
+    "split": None,
+}
 NAMES = ("softmax", "log_softmax")
 
 
@@ -62,11 +68,12 @@ def test_dimensions(name, dim, kernel, on_cpu):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_offsets_and_infinities(name, on_cpu):
+@pytest.mark.parametrize("tile", ["streamed", "split"])
+def test_offsets_and_infinities(name, tile, on_cpu):
     x = torch.randn(4, 300)
     x[1, 5:], x[2], x[3, 7] = -math.inf, -math.inf, math.inf
     g = torch.randn(4, 300)
-    with on_cpu(TILES["streamed"]):
+    with on_cpu(TILES[tile]):
         found = ours(name, x, g)
         offset = ours(name, torch.tensor([[2.0, -1.0]]) + 1e6, torch.ones(1, 2))
     for mine, theirs in zip(found, run(name, x, g, dtype=torch.float64), strict=True):
@@ -98,6 +105,18 @@ def test_binaries(log, columns):
     for kernel in (forward, backward):
         assert kernel.spills == 0 and kernel.registers <= 128
         assert kernel.widest_load == kernel.widest_store == 16
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_binaries_of_split_rows(log):
+    x = torch.empty(8, 131072, dtype=BF16, device="meta")
+    assert split.applies(x) and not split.applies(x.expand(132, 8, -1)[:, 0])
+    binaries = launch_binaries(
+        lambda: (split.forward(x, 1.0, log), split.backward(x, x, 1.0, log)), split
+    )
+    assert len(binaries) == 4
+    for kernel in binaries:
+        assert kernel.spills == 0 and kernel.widest_load == 16
 
 
 @pytest.mark.codegen
