@@ -339,7 +339,7 @@ def single_slope(
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(columns, dx there, mask) of what a row's single columns hold instead of ``slope``'s.
+    """(dx, mask) of what a row's single columns hold instead of ``slope``'s.
 
     ``per_p`` is the factor of p without the target's own part of q; all factors contain scale.
     """
@@ -350,7 +350,7 @@ def single_slope(
         dx = per_p * sigmoid(-margin) - per_q * eps_of[0] * w * sigmoid(margin)
         if SMOOTH:
             dx -= per_q * eps_of[1] * w
-        return t, dx * derivative, True
+        return dx * derivative, True
     else:
         c, q, x, derivative, used = sparse_of(
             X, T, Q, row, x_stride, q_stride, K, cap, CAPPED, K_BLOCK
@@ -358,4 +358,4 @@ def single_slope(
         same = (c[:, None] == c[None, :]) & used[None, :]
         q = tl.sum(tl.where(same, q[None, :], 0.0), 1)
         dx = tl.exp2(tl.fma(x, alpha, -anchor)) * per_exp - per_q * q
-        return c, dx * derivative, used
+        return dx * derivative, used

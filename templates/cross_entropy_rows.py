@@ -209,11 +209,19 @@ def gradient_kernel(
         KIND, WEIGHTED, SMOOTH,
     )  # fmt: skip
     if KIND == INDEX or KIND == SPARSE:
-        at, single, used = single_slope(
+        single, used = single_slope(
             X, T, Q, W, row, x_stride, q_stride, t, x_t, K, scale, alpha, cap, eps_of, anchor,
             per_exp, per_q, per_p, margin, KIND, WEIGHTED, SMOOTH, CAPPED, K_BLOCK,
         )  # fmt: skip
+        # Loaded here: what comes out of a call with pointers makes torch 2.11 take all of those for
+        # written.
+        if KIND == INDEX:
+            at = tl.load(T + row.to(tl.int64) * t_stride).to(tl.int32)
+        else:
+            k = tl.arange(0, K_BLOCK)
+            at = tl.load(T + row.to(tl.int64) * q_stride + k, mask=k < K, other=0).to(tl.int32)
         used = used & (at >= first - before) & (at < first + n)
+        tl.debug_barrier()  # DX may be X, whose single columns every thread has read now
     write(
         DX, x_row, dx_row, (), head, edges, first, n, Q + row.to(tl.int64) * q_stride, W,
         alpha, anchor, per_exp, per_q, cap, eps_of, KIND, WEIGHTED, SMOOTH, CAPPED,
@@ -278,11 +286,17 @@ def fused_kernel(
         KIND, WEIGHTED, SMOOTH,
     )  # fmt: skip
     if KIND == INDEX or KIND == SPARSE:
-        # Before the stores: DX may be X.
-        at, single, used = single_slope(
+        single, used = single_slope(
             X, T, Q, W, row, x_stride, q_stride, t, x_t, K, scale, alpha, cap, eps_of, anchor,
             per_exp, per_q, per_p, margin, KIND, WEIGHTED, SMOOTH, CAPPED, K_BLOCK,
         )  # fmt: skip
+        # As above.
+        if KIND == INDEX:
+            at = tl.load(T + row.to(tl.int64) * t_stride).to(tl.int32)
+        else:
+            k = tl.arange(0, K_BLOCK)
+            at = tl.load(T + row.to(tl.int64) * q_stride + k, mask=k < K, other=0).to(tl.int32)
+        tl.debug_barrier()  # DX may be X, whose single columns every thread has read now
     write(
         DX, x_row, dx_row, held, head, edges, head, n, q_row, W, alpha, anchor, per_exp, per_q,
         cap, eps_of, KIND, WEIGHTED, SMOOTH, CAPPED, ALIGNED, HELD, WHOLE, STREAM,

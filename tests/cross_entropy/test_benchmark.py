@@ -75,7 +75,6 @@ def test_tilings_launch_the_kernels_with_each_tile(monkeypatch, tmp_path, on_cpu
         ("both", (1, 1, 1, 1)),
         ("fwd", (2, 1, 0, 1)),
         ("bwd", (1, 1, 0, 1)),
-        ("both", (3, 1, 1, 1)),
     ]
     monkeypatch.setattr(cross_entropy, "tilings", lambda columns: sizes)
     monkeypatch.setattr(sys, "argv", ["x", "--out", str(tmp_path), "--tilings"])
