@@ -52,6 +52,13 @@ def statistics_kernel(
     COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, THREADS: tl.constexpr,
     E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    # Numbers are doubles in programs that Inductor writes.
+    scale, cap, z_loss = (
+        tl.cast(scale, tl.float32),
+        tl.cast(cap, tl.float32),
+        tl.cast(z_loss, tl.float32),
+    )
+    keep, spread = tl.cast(keep, tl.float32), tl.cast(spread, tl.float32)
     columns = columns // COLUMNS_OF * COLUMNS_OF  # what masks are made of, by its divisor
     alpha = scale * LOG2E
     eps_of = (keep, spread)
@@ -111,6 +118,13 @@ def merge_kernel(
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     MEAN: tl.constexpr, PROGRAMS: tl.constexpr, K_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    # Numbers are doubles in programs that Inductor writes.
+    scale, cap, z_loss = (
+        tl.cast(scale, tl.float32),
+        tl.cast(cap, tl.float32),
+        tl.cast(z_loss, tl.float32),
+    )
+    keep, spread = tl.cast(keep, tl.float32), tl.cast(spread, tl.float32)
     row = tl.program_id(0)
     t, x_t, skipped = target_of(
         X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
@@ -170,6 +184,13 @@ def gradient_kernel(
     COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, R: tl.constexpr,
     THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    # Numbers are doubles in programs that Inductor writes.
+    scale, cap, z_loss = (
+        tl.cast(scale, tl.float32),
+        tl.cast(cap, tl.float32),
+        tl.cast(z_loss, tl.float32),
+    )
+    keep, spread = tl.cast(keep, tl.float32), tl.cast(spread, tl.float32)
     columns = columns // COLUMNS_OF * COLUMNS_OF  # what masks are made of, by its divisor
     chunk = chunk // (R * THREADS * E) * (R * THREADS * E)
     alpha = scale * LOG2E
@@ -243,6 +264,13 @@ def fused_kernel(
     STREAM: tl.constexpr, R: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    # Numbers are doubles in programs that Inductor writes.
+    scale, cap, z_loss = (
+        tl.cast(scale, tl.float32),
+        tl.cast(cap, tl.float32),
+        tl.cast(z_loss, tl.float32),
+    )
+    keep, spread = tl.cast(keep, tl.float32), tl.cast(spread, tl.float32)
     columns = columns // COLUMNS_OF * COLUMNS_OF  # what masks are made of, by its divisor
     alpha = scale * LOG2E
     eps_of = (keep, spread)

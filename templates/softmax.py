@@ -40,6 +40,7 @@ def softmax_kernel(
     THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = R * THREADS * E
+    scale = tl.cast(scale, tl.float32)  # a double in programs that Inductor writes
     row = tl.program_id(0)
     columns = columns // COLUMNS_OF * COLUMNS_OF  # what masks are made of, by its divisor
     alpha = scale * LOG2E
@@ -126,6 +127,7 @@ def softmax_backward_kernel(
     THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = R * THREADS * E
+    scale = tl.cast(scale, tl.float32)  # a double in programs that Inductor writes
     row = tl.program_id(0)
     columns = columns // COLUMNS_OF * COLUMNS_OF
     offset, head = row_start(row, y_stride, E, ALIGNED)

@@ -35,6 +35,7 @@ def statistics_kernel(
     X, PARTIALS, x_stride, columns, splits, scale, COLUMNS_OF: tl.constexpr, R: tl.constexpr,
     THREADS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)  # a double in programs that Inductor writes
     row, part, c, inside = _columns(columns, splits, COLUMNS_OF, R * THREADS * E)
     x = tl.load(X + row.to(tl.int64) * x_stride + c, mask=inside, other=-float("inf"))
     x = tl.reshape(x.to(tl.float32), [R, THREADS, E])
@@ -52,6 +53,7 @@ def value_kernel(
     SPLITS: tl.constexpr, COLUMNS_OF: tl.constexpr, R: tl.constexpr, THREADS: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)  # a double in programs that Inductor writes
     row, _, c, inside = _columns(columns, splits, COLUMNS_OF, R * THREADS * E)
     i = tl.arange(0, SPLITS)
     at = PARTIALS + 2 * (row * splits + i)
@@ -81,6 +83,7 @@ def slope_kernel(
     SPLITS: tl.constexpr, COLUMNS_OF: tl.constexpr, R: tl.constexpr, THREADS: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)  # a double in programs that Inductor writes
     row, _, c, inside = _columns(columns, splits, COLUMNS_OF, R * THREADS * E)
     i = tl.arange(0, SPLITS)
     total = tl.sum(tl.load(PARTIALS + row * splits + i, mask=i < splits, other=0.0), 0)

@@ -316,6 +316,14 @@ def _is_constexpr(annotation: Any) -> bool:
     return "constexpr" in (annotation if isinstance(annotation, str) else repr(annotation))
 
 
+def constexpr_names(kernel: Any) -> list[str]:
+    """The parameters that a kernel declares as ``tl.constexpr``."""
+    while not isinstance(kernel, types.FunctionType):
+        kernel = kernel.fn
+    parameters = inspect.signature(kernel).parameters.items()
+    return [name for name, p in parameters if _is_constexpr(p.annotation)]
+
+
 def _extents(values: Any) -> np.ndarray:
     """Start and end address of every storage among ``values``, by start."""
     spans = {(0, 0)}

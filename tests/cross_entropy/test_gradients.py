@@ -127,6 +127,7 @@ def test_compiled_for_any_number_of_rows():
     code = compile_for("h200", fn, x, target, grad=True, dynamic=dynamic)
     names = [k.name.rpartition("_")[0] for k in code.kernels if k.kind == "user"]
     assert names == ["count_kernel", "statistics_kernel", "gradient_kernel"]
+    assert all(binary.spills == 0 for binary in code.cross_compile())
     x, target = torch.randn(33, 300, requires_grad=True), torch.randint(0, 300, (33,))
     loss, gradients = run_interpreted(code, x, target, grad_outputs=[torch.tensor(2.0)])
     y = x.detach().double().requires_grad_()

@@ -126,6 +126,7 @@ def test_one_kernel_each_way_when_compiled():
         code = compile_for("h200", lambda x: ops.softmax(x), x, grad=True, dynamic=dynamic)
         names = [k.name.rpartition("_")[0] for k in code.kernels]
         assert names == ["softmax_kernel", "softmax_backward_kernel"]
+        assert all(binary.spills == 0 for binary in code.cross_compile())
 
 
 @pytest.mark.parametrize(
