@@ -17,6 +17,7 @@ if not _compat.supported(_torch.__version__):
 from . import active_plan as _active_plan
 from . import choosing as _choosing
 from . import dispatch as _dispatch
+from . import ops as ops
 from . import registry as _registry
 from .active_plan import load_plan, unload_plan
 from .autotuning import CustomOpConfig, register_custom_op_autotuning

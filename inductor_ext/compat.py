@@ -468,3 +468,9 @@ def device_capability(device: torch.device) -> tuple[int, int]:
 def multiprocessors(device: torch.device) -> int:
     """Number of SMs of the card (virtual in the test kit)."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def backward_frees_graph() -> bool:
+    """Whether a backward runs, for real and not being traced, that frees its graph behind it."""
+    tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return not tracing and not torch._C._autograd._get_current_graph_task_keep_graph()

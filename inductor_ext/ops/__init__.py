@@ -1,0 +1,37 @@
+"""Functional operations with gradients, for any program, compiled or not.
+
+Each is a ``torch.library`` operation with kernels for a card and a fallback composed of torch
+functions. Imported on first use; importing needs no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported on first use
+    from inductor_ext.ops._cross_entropy import cross_entropy as cross_entropy
+    from inductor_ext.ops._distillation import sparse_distillation_loss as sparse_distillation_loss
+    from inductor_ext.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from inductor_ext.ops._softmax import log_softmax as log_softmax
+    from inductor_ext.ops._softmax import softmax as softmax
+
+_HOME = {
+    "cross_entropy": "_cross_entropy",
+    "linear_cross_entropy": "_linear_cross_entropy",
+    "log_softmax": "_softmax",
+    "softmax": "_softmax",
+    "sparse_distillation_loss": "_distillation",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
     from inductor_ext.testing.interpreter import interpret_source as interpret_source
     from inductor_ext.testing.interpreter import run_interpreted as run_interpreted
     from inductor_ext.testing.interpreter import run_kernel_interpreted as run_kernel_interpreted
+    from inductor_ext.testing.launches import launch_binaries as launch_binaries
+    from inductor_ext.testing.launches import launches_interpreted as launches_interpreted
 
 _HOME = {
     "CARDS": "cards",
@@ -39,6 +41,8 @@ _HOME = {
     "compile_for": "compiling",
     "cpp_errors": "cpp",
     "interpret_source": "interpreter",
+    "launch_binaries": "launches",
+    "launches_interpreted": "launches",
     "no_cpp_check": "cpp",
     "normalise": "golden",
     "outline": "golden",

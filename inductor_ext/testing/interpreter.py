@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import textwrap
@@ -35,7 +36,8 @@ def run_kernel_interpreted(
 
     Launch options (``num_warps``, ``num_stages``, ``launch_pdl``, ...) are accepted and ignored,
     bf16, fp16 and fp8 are rounded as on the hardware, ``tl.dot`` accumulates in fp32, inline
-    assembly yields zeros, and PDL instructions do nothing. The programs of the grid run one after
+    assembly yields zeros, and PDL instructions do nothing. ``tl.device_assert`` of a kernel with
+    ``debug=True`` is an AssertionError. The programs of the grid run one after
     the other, so a kernel whose programs wait for each other does not terminate.
 
     Raises IndexError when a program accesses memory outside the tensors it was given; ValueError
@@ -147,7 +149,9 @@ class _Interpretation:
         return value
 
     def run(self, kernel: Any, grid: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        asserts = False
         while not isinstance(kernel, types.FunctionType):  # autotuners, heuristics, jit
+            asserts = asserts or bool(getattr(kernel, "debug", False))
             kernel = kernel.fn
         signature = inspect.signature(kernel)
         kwargs = {name: v for name, v in kwargs.items() if name in signature.parameters}
@@ -163,6 +167,8 @@ class _Interpretation:
         builder = self.triton_interpreter.interpreter_builder
         builder.set_grid_dim(*grid)
         outer, self.extents = self.extents, _extents(values.values())
+        options = builder.options
+        builder.options = dataclasses.replace(options, debug=asserts, sanitize_overflow=False)
         try:
             for z in range(grid[2]):
                 for y in range(grid[1]):
@@ -173,6 +179,7 @@ class _Interpretation:
             raise IndexError(f"kernel {kernel.__name__}, program {(x, y, z)}: {e}") from None
         finally:
             self.extents = outer
+            builder.options = options
 
     def _check_accesses(self, patches: Patches) -> None:
         builder = self.triton_interpreter.InterpreterBuilder
@@ -307,6 +314,14 @@ def _as_method(function: Any) -> Callable[..., Any]:
 
 def _is_constexpr(annotation: Any) -> bool:
     return "constexpr" in (annotation if isinstance(annotation, str) else repr(annotation))
+
+
+def constexpr_names(kernel: Any) -> list[str]:
+    """The parameters that a kernel declares as ``tl.constexpr``."""
+    while not isinstance(kernel, types.FunctionType):
+        kernel = kernel.fn
+    parameters = inspect.signature(kernel).parameters.items()
+    return [name for name, p in parameters if _is_constexpr(p.annotation)]
 
 
 def _extents(values: Any) -> np.ndarray:

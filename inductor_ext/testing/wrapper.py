@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inductor_ext import compat_virtual
 from inductor_ext.compat_patches import Patches, private
 from inductor_ext.testing import sdpa
+from inductor_ext.testing.interpreter import constexpr_names
 
 
 def load_program(
@@ -132,6 +133,10 @@ class _Launch:
         constants = {name: v for name, v in constants.items() if name in fn.arg_names}
         grid_args = list(self.autotuner.inductor_meta.get("extra_launcher_args", ()))
         free = [name for name in fn.arg_names if name not in constants] + grid_args
+        declared = constexpr_names(fn)
+        if len(args) != len(free) and declared:
+            # An integer that is 1 is compiled in, and passed all the same.
+            free = [name for name in fn.arg_names if name not in declared] + grid_args
         if len(args) != len(free):  # constants that the wrapper passes all the same
             free = [name for name in fn.arg_names if name not in config.kwargs] + grid_args
         if len(args) > len(free):

@@ -1,0 +1,148 @@
+"""``cross_entropy``: every option of ``F.cross_entropy``, and what trainers add."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_ext.ops import _rows
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross entropy of ``z = scale c tanh(logits / c)`` (``scale logits`` without a softcap).
+
+        loss_n = sum_j q_nj (lse_n - z_nj) + z_loss lse_n^2        lse_n = log sum_j e^(z_nj)
+
+    with q as ``torch.nn.functional.cross_entropy`` has it: of class indices, w_t (1 - eps) at the
+    target and w_j eps / C everywhere; of probabilities t_j, w_j (t_j (1 - eps) + eps / C). "mean"
+    divides the sum by the sum of w_t of the rows that count (of probabilities: by their number),
+    and the z-loss by the number of rows that count.
+
+    Args:
+        logits: [C], [N, C] or [N, C, d1, ...]; fp16, bf16, fp32 or fp64. Where the classes are not
+            the last dimension they are brought there, which copies. Rows may have any stride.
+        target: class indices, int32 or int64, in the shape of logits without C; or probabilities
+            in the shape of logits, in any floating dtype.
+        weight: [C], of each class; floating.
+        ignore_index: rows with this target are not read, add nothing, and have the gradient 0.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: eps, in [0, 1].
+        softcap: c > 0, in units of logits.
+        scale: > 0; the inverse of a temperature.
+        z_loss: factor of lse^2; not weighted by class.
+        return_lse: return ``(loss, lse)``; lse has the rows' shape, is fp32 (fp64 for fp64), is 0
+            where a row is ignored, and is differentiable.
+
+    Returns the loss in the dtype of logits; with "none" in the shape of the rows. Computed in fp32
+    (fp64 for fp64), from one read of the logits; the gradient from one read and one write. With
+    "mean" and "sum" the gradient of bf16 and fp32 logits is made in the forward, if one is wanted,
+    while a row is on the chip, and kept beside the logits until the backward. The gradient of the
+    target is not computed. Gradients of gradients are composed of torch functions, as is everything
+    on a CPU and in fp64. Deterministic; nothing waits for the card. If no row counts: as in torch,
+    "mean" is NaN, "sum" and "none" are 0.
+
+    Raises ValueError or TypeError for what does not fit. A target outside [0, C) that is not
+    ``ignore_index`` fails an assertion on the device, as in torch.
+    """
+    check_options(reduction, label_smoothing, softcap, scale, z_loss)
+    _check_tensors(logits, target, weight)
+    if logits.dim() == 1:
+        by_class, rows_shape = logits[None], ()
+    else:
+        by_class = logits.movedim(1, -1)
+        rows_shape = tuple(by_class.shape[:-1])
+    x = by_class.reshape(-1, by_class.shape[-1])
+    kind, index, probabilities = _rows.INDEX, None, None
+    if target.is_floating_point():
+        kind = _rows.DENSE
+        probabilities = target[None] if target.dim() == 1 else target.movedim(1, -1)
+        probabilities = probabilities.detach().reshape(x.shape)
+        if probabilities.stride(1) != 1:
+            probabilities = probabilities.contiguous()
+    else:
+        index = target.reshape(-1)
+    loss = _rows.Loss(
+        kind, ignore_index, label_smoothing, scale, softcap or 0.0, z_loss, reduction == "mean"
+    )
+    weight = None if weight is None else weight.detach().contiguous()
+    if reduction != "none" and not return_lse:
+        return _rows.loss_with_gradient(loss, x, index, probabilities, weight).to(logits.dtype)
+    losses, lse = _rows.losses_of(loss, x, index, probabilities, weight)
+    out = losses.reshape(rows_shape) if reduction == "none" else losses.sum()
+    out = out.to(logits.dtype)
+    return (out, lse.reshape(rows_shape)) if return_lse else out
+
+
+def check_options(
+    reduction: str, label_smoothing: float, softcap: float | None, scale: float, z_loss: float
+) -> None:
+    """Raise ValueError unless each is in its range."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f'reduction is expected to be "mean", "sum" or "none", got {reduction!r}')
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is expected in [0, 1], got {label_smoothing}")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap is expected to be a positive number or None, got {softcap}")
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"scale is expected to be a positive number, got {scale}")
+    if not math.isfinite(z_loss):
+        raise ValueError(f"z_loss is expected to be a finite number, got {z_loss}")
+
+
+def _check_tensors(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
+    if not logits.is_floating_point():
+        raise TypeError(f"logits are expected to be floating, got {logits.dtype}")
+    if logits.dim() == 0:
+        raise ValueError("logits are expected to have a dimension of classes, got a scalar")
+    classes = logits.shape[0 if logits.dim() == 1 else 1]
+    check_placed("target", target, logits)
+    if target.is_floating_point():
+        if target.shape != logits.shape:
+            raise ValueError(
+                f"probabilities are expected in the shape of logits, {tuple(logits.shape)}, got "
+                f"{tuple(target.shape)}"
+            )
+    elif target.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"target is expected to be int32, int64 or floating, got {target.dtype}")
+    else:
+        rows = () if logits.dim() == 1 else (logits.shape[0], *logits.shape[2:])
+        if tuple(target.shape) != tuple(rows):
+            raise ValueError(
+                f"class indices are expected in the shape {tuple(rows)}, got {tuple(target.shape)}"
+            )
+    check_weight(weight, classes, logits)
+
+
+def check_weight(weight: Tensor | None, classes: Any, like: Tensor) -> None:
+    """Raise unless ``weight`` is None or a floating [classes] beside ``like``."""
+    if weight is None:
+        return
+    check_placed("weight", weight, like)
+    if not weight.is_floating_point() or weight.dim() != 1 or weight.shape[0] != classes:
+        raise ValueError(
+            f"weight is expected to be floating of shape ({classes},), got {weight.dtype} of shape "
+            f"{tuple(weight.shape)}"
+        )
+
+
+def check_placed(name: str, tensor: Tensor, like: Tensor) -> None:
+    """Raise unless ``tensor`` is on the device of ``like``."""
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is expected on {like.device}, got one on {tensor.device}")

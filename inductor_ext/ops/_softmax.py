@@ -1,0 +1,94 @@
+"""``softmax`` and ``log_softmax`` of one dimension."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import triton_op
+
+from inductor_ext.ops._rows import kernels_apply
+from inductor_ext.templates import softmax as kernels
+from inductor_ext.templates import softmax_split as split
+
+
+@triton_op("inductor_ext::softmax_forward", mutates_args=())
+def _forward(x: Tensor, scale: float, log: bool) -> Tensor:
+    chosen = split if split.applies(x) else kernels
+    return chosen.forward(x, scale, log)
+
+
+@triton_op("inductor_ext::softmax_backward", mutates_args=())
+def _backward(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
+    chosen = split if split.applies(y) else kernels
+    return chosen.backward(y, g, scale, log)
+
+
+def _composed(x: Tensor, scale: float, log: bool) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    z = wide if scale == 1.0 else wide * scale
+    return (z.log_softmax(-1) if log else z.softmax(-1)).to(x.dtype)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.scale, ctx.log = inputs
+    ctx.save_for_backward(output)
+
+
+def _grad(ctx: Any, g: Any) -> Any:
+    (y,) = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph: differentiable by g and, through y, by x
+        wide, g = y.float(), g.float()
+        if ctx.log:
+            dx = g - wide.exp() * g.sum(-1, keepdim=True)
+        else:
+            dx = wide * (g - (wide * g).sum(-1, keepdim=True))
+        return (dx * ctx.scale).to(y.dtype), None, None
+    if g.stride(-1) != 1:
+        g = g.contiguous()
+    return _backward(y, g, ctx.scale, ctx.log), None, None
+
+
+_forward.register_autograd(_grad, setup_context=_setup)
+
+
+def softmax(x: Tensor, dim: int = -1, *, scale: float = 1.0) -> Tensor:
+    """``p_j = e^(scale x_j) / sum_k e^(scale x_k)`` along ``dim``.
+
+    Args:
+        x: floating, any shape; fp16, bf16 and fp32 on a card have kernels, all else is composed of
+            torch functions. A dimension that is not the last is brought there, which copies.
+        dim: the dimension that is normalised.
+        scale: > 0; the inverse of a temperature.
+
+    Returns the shape and dtype of x, computed in fp32 (fp64 for fp64): one read and one write; the
+    gradient two reads and one write. A row that is -inf throughout gives NaN, as in torch.
+    Gradients of gradients are composed of torch functions. Deterministic.
+
+    Raises ValueError or TypeError for what does not fit.
+    """
+    return _softmax(x, dim, scale, log=False)
+
+
+def log_softmax(x: Tensor, dim: int = -1, *, scale: float = 1.0) -> Tensor:
+    """``log p_j = scale x_j - log sum_k e^(scale x_k)`` along ``dim``; all else as ``softmax``."""
+    return _softmax(x, dim, scale, log=True)
+
+
+def _softmax(x: Tensor, dim: int, scale: float, log: bool) -> Tensor:
+    if not x.is_floating_point():
+        raise TypeError(f"x is expected to be floating, got {x.dtype}")
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"scale is expected to be a positive number, got {scale}")
+    if x.dim() == 0 or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim is expected in [{-x.dim()}, {x.dim()}), got {dim}")
+    last = x.movedim(dim, -1)
+    rows = last.reshape(-1, last.shape[-1])
+    if kernels_apply(rows):
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = _forward(rows, scale, log)
+    else:
+        out = _composed(rows, scale, log)
+    return out.reshape(last.shape).movedim(-1, dim)

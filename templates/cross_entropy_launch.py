@@ -1,0 +1,278 @@
+"""Launches of the cross-entropy kernels: which tile for which vocabulary, and how many programs.
+
+Numbers of rows and columns may be symbolic (``torch.SymInt``); what depends on the value of one is
+decided only where it is a plain number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+from torch.library import wrap_triton
+
+from . import cross_entropy, cross_entropy_rows
+
+NONE, INDEX, DENSE, SPARSE = (
+    kind.value
+    for kind in (
+        cross_entropy.NONE, cross_entropy.INDEX, cross_entropy.DENSE, cross_entropy.SPARSE
+    )
+)  # fmt: skip
+STATISTICS = cross_entropy.STATISTICS.value
+
+_FEW = 132  # rows, below which one program per row leaves multiprocessors idle
+_COUNT_BLOCK, _COUNT_PROGRAMS = 1024, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A block is ``r * 32 warps * (elements of 16 bytes)`` columns; ``held`` blocks of a row stay
+    in registers between its two sweeps; loads run ``stages`` blocks ahead."""
+
+    r: int
+    warps: int
+    held: int
+    stages: int
+    maxnreg: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What is summed over a row: ``templates.cross_entropy`` has the formula."""
+
+    kind: int
+    ignore_index: int = -100
+    smoothing: float = 0.0
+    scale: float = 1.0
+    softcap: float = 0.0
+    z_loss: float = 0.0
+    mean: bool = False
+
+
+def fused_tile(columns: Any, itemsize: int, capped: bool = False) -> Tile:
+    """The tile for loss and gradient in one program per row."""
+    if not isinstance(columns, int):
+        return Tile(2, 8, 0, 3)
+    elements = 16 // itemsize
+    # Blocks of a row that registers hold beside what it is worked on with: a softcap takes more.
+    most = 2 if capped else 4
+    for warps, r in ((1, 4), (4, 1), (4, 2), (8, 2), (16, 2)):
+        block = r * 32 * warps * elements
+        if columns <= (block if warps == 1 else most * block):
+            return Tile(r, warps, triton.cdiv(columns, block), 1)
+    return Tile(2, 16, most, 3)
+
+
+def read_tile(columns: Any, itemsize: int) -> Tile:
+    """The tile for the statistics alone."""
+    if isinstance(columns, int):
+        for warps, r in ((1, 4), (4, 2), (4, 4)):
+            if columns <= r * 32 * warps * (16 // itemsize):
+                return Tile(r, warps, 0, 1)
+    return Tile(4, 8, 0, 1)
+
+
+def gradient_tile(columns: Any, itemsize: int) -> Tile:
+    """The tile for the gradient from saved statistics."""
+    if isinstance(columns, int) and columns <= 4 * 32 * (16 // itemsize):
+        return Tile(4, 1, 0, 1)
+    return Tile(2, 8, 0, 1)
+
+
+def _layout(x: torch.Tensor, *others: torch.Tensor) -> dict[str, Any]:
+    """What the kernels know of alignment: ALIGNED, SAME, COLUMNS_OF, E."""
+    elements = 16 // x.element_size()
+    columns, strides = x.shape[1], [t.stride(0) for t in (x, *others)]
+    known = all(isinstance(s, int) for s in (columns, *strides))
+    return {
+        "COLUMNS_OF": next(p for p in (16, 8, 4, 2, 1) if columns % p == 0) if known else 1,
+        "ALIGNED": known and all(s % elements == 0 for s in strides),
+        "E": elements,
+    }
+
+
+def _same(x: torch.Tensor, dx: torch.Tensor) -> bool:
+    strides = x.stride(0), dx.stride(0)
+    return all(isinstance(s, int) for s in strides) and strides[0] == strides[1]
+
+
+def _block(tile: Tile, elements: int) -> int:
+    return tile.r * 32 * tile.warps * elements
+
+
+def _shape_of(tile: Tile) -> dict[str, Any]:
+    options = {"R": tile.r, "THREADS": 32 * tile.warps, "STAGES": tile.stages}
+    options["num_warps"] = tile.warps
+    if tile.maxnreg is not None:
+        options["maxnreg"] = tile.maxnreg
+    return options
+
+
+def _sides(loss: Loss, x: Any, target: Any, q: Any, weight: Any) -> tuple[list[Any], list[Any]]:
+    """(pointer arguments T, Q, W, W_SUM; t_stride, q_stride, K); x stands in where none is used."""
+    total = weight.sum(dtype=torch.float32) if weight is not None else None
+    if weight is None and loss.smoothing:
+        total = x.new_full((), x.shape[1], dtype=torch.float32)
+    pointers = [target, q, weight, total]
+    strides = [
+        target.stride(0) if target is not None else 0,
+        q.stride(0) if q is not None else 0,
+        target.shape[1] if loss.kind == SPARSE else 0,
+    ]
+    return [x if p is None else p for p in pointers], strides
+
+
+def _constants(loss: Loss, x: Any, weight: Any, counts: Any, k: Any) -> dict[str, Any]:
+    return {
+        "KIND": loss.kind,
+        "WEIGHTED": weight is not None,
+        "SMOOTH": loss.smoothing != 0,
+        "CAPPED": loss.softcap != 0,
+        "MEAN": loss.mean,
+        "PROGRAMS": _COUNT_PROGRAMS,
+        "K_BLOCK": max(16, triton.next_power_of_2(k)) if loss.kind == SPARSE else 1,
+    }
+
+
+def _numbers(loss: Loss, columns: Any) -> list[float]:
+    keep = 1.0 - loss.smoothing
+    return [loss.scale, loss.softcap or 1.0, keep, loss.smoothing / columns, loss.z_loss]
+
+
+def count_programs(rows: Any) -> int:
+    """How many partial sums ``count`` leaves of this many rows with class indices."""
+    if not isinstance(rows, int):
+        return _COUNT_PROGRAMS
+    return max(1, min(_COUNT_PROGRAMS, triton.cdiv(rows, _COUNT_BLOCK)))
+
+
+def count(loss: Loss, target: Any, weight: Any, rows: Any, columns: Any, like: Any) -> torch.Tensor:
+    """[2, programs] partial sums over the rows that count: of their class weights, of ones.
+
+    Asserts on the device that every target is a column or ``ignore_index``.
+    """
+    if loss.kind != INDEX:
+        return torch.full((2, 1), rows, dtype=torch.float32, device=like.device)
+    programs = count_programs(rows)
+    counts = torch.empty((2, programs), dtype=torch.float32, device=like.device)
+    wrap_triton(cross_entropy.count_kernel)[(programs,)](
+        target, target if weight is None else weight, counts, rows, columns, loss.ignore_index,
+        programs, WEIGHTED=weight is not None, BLOCK=_COUNT_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return counts
+
+
+def forward(
+    loss: Loss, x: torch.Tensor, target: Any, q: Any, weight: Any, counts: Any = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(loss [N], lse [N], statistics [4, N], counts) of logits [N, V], all fp32: one read."""
+    rows, columns = x.shape
+    if counts is None:
+        counts = count(loss, target, weight, rows, columns, x)
+    losses, lse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    stats = torch.empty((STATISTICS, rows), dtype=torch.float32, device=x.device)
+    _read(loss, x, target, q, weight, counts, losses, lse, stats, tile)
+    return losses, lse, stats, counts
+
+
+def _read(
+    loss: Loss, x: Any, target: Any, q: Any, weight: Any, counts: Any, losses: Any, lse: Any,
+    stats: Any, tile: Tile | None = None,
+) -> None:  # fmt: skip
+    rows, columns = x.shape
+    tile = tile or read_tile(columns, x.element_size())
+    layout = _layout(x)
+    block = _block(tile, layout["E"])
+    splits, segment = 1, block
+    if isinstance(rows, int) and isinstance(columns, int) and rows < _FEW and columns > block:
+        segment = block * max(1, columns * rows // (block * 2 * _FEW))
+        splits = triton.cdiv(columns, segment)
+    partials = stats
+    if splits > 1:
+        shape = (STATISTICS, rows, splits)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    pointers, strides = _sides(loss, x, target, q, weight)
+    constants = _constants(loss, x, weight, counts, strides[2])
+    sizes = [rows, columns, x.stride(0), *strides, loss.ignore_index, counts.shape[1], splits]
+    wrap_triton(cross_entropy_rows.statistics_kernel)[(rows * splits,)](
+        x, *pointers, counts, losses, lse, stats, partials, *sizes, segment,
+        *_numbers(loss, columns), **constants, SPLIT=splits > 1, **layout, **_shape_of(tile),
+    )  # fmt: skip
+    if splits > 1:
+        wrap_triton(cross_entropy_rows.merge_kernel)[(rows,)](
+            x, *pointers, counts, losses, lse, stats, partials, *sizes, *_numbers(loss, columns),
+            **constants, SPLITS=triton.next_power_of_2(splits), num_warps=1,
+        )  # fmt: skip
+
+
+def backward(
+    loss: Loss, g: Any, g_lse: Any, x: Any, target: Any, q: Any, weight: Any, stats: Any,
+    counts: Any, tile: Tile | None = None, dx: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of x in its dtype from ``forward``'s statistics: one read, one write.
+
+    ``g`` [N] is the gradient of the losses, ``g_lse`` [N] or None that of lse; any stride. ``dx``,
+    if given, is written and may be x itself.
+    """
+    rows, columns = x.shape
+    tile = tile or gradient_tile(columns, x.element_size())
+    in_place = dx is not None
+    if dx is None:
+        dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    layout = _layout(x, dx)
+    chunk = 2 * _block(tile, layout["E"])
+    chunks = triton.cdiv(columns, chunk)
+    if in_place:  # all of a row's single logits are read before any is overwritten
+        chunk, chunks = chunk * chunks, 1
+    pointers, strides = _sides(loss, x, target, q, weight)
+    constants = _constants(loss, x, weight, counts, strides[2])
+    wrap_triton(cross_entropy_rows.gradient_kernel)[(rows * chunks,)](
+        x, dx, *pointers, counts, stats, g, x if g_lse is None else g_lse,
+        rows, columns, x.stride(0), dx.stride(0), strides[0], strides[1], g.stride(0),
+        0 if g_lse is None else g_lse.stride(0), strides[2], loss.ignore_index, counts.shape[1],
+        chunks, chunk, *_numbers(loss, columns), **constants, WITH_G_LSE=g_lse is not None,
+        **layout, SAME=_same(x, dx), **_shape_of(tile),
+    )  # fmt: skip
+    return dx
+
+
+def forward_backward(
+    loss: Loss, x: Any, target: Any, q: Any, weight: Any, counts: Any = None,
+    tile: Tile | None = None, dx: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(losses [N], the gradient of their sum): one read from memory and one write.
+
+    ``dx``, if given, is written and may be x itself.
+    """
+    rows, columns = x.shape
+    if counts is None:
+        counts = count(loss, target, weight, rows, columns, x)
+    if isinstance(rows, int) and rows < _FEW and dx is None:
+        losses, lse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+        stats = torch.empty((STATISTICS, rows), dtype=torch.float32, device=x.device)
+        _read(loss, x, target, q, weight, counts, losses, lse, stats)
+        one = torch.ones(1, dtype=torch.float32, device=x.device).expand(rows)
+        return losses, backward(loss, one, None, x, target, q, weight, stats, counts)
+    losses = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if dx is None:
+        dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    tile = tile or fused_tile(columns, x.element_size(), loss.softcap != 0)
+    layout = _layout(x, dx)
+    held = {"HELD": tile.held, "WHOLE": 0, "STREAM": True}
+    if isinstance(columns, int):
+        block = _block(tile, layout["E"])
+        sure = columns if layout["ALIGNED"] else columns - layout["E"] + 1
+        held = {"HELD": tile.held, "WHOLE": max(0, min(tile.held, sure // block))}
+        held["STREAM"] = tile.held * block < columns
+    pointers, strides = _sides(loss, x, target, q, weight)
+    constants = _constants(loss, x, weight, counts, strides[2])
+    wrap_triton(cross_entropy_rows.fused_kernel)[(rows,)](
+        x, dx, *pointers, counts, losses, rows, columns, x.stride(0), dx.stride(0), *strides,
+        loss.ignore_index, counts.shape[1], *_numbers(loss, columns), **constants, **layout,
+        SAME=_same(x, dx), **held, **_shape_of(tile),
+    )  # fmt: skip
+    return losses, dx
