@@ -55,7 +55,7 @@ class Loss:
 def fused_tile(columns: Any, itemsize: int, capped: bool = False) -> Tile:
     """The tile for loss and gradient in one program per row."""
     if not isinstance(columns, int):
-        return Tile(2, 8, 0, 3)
+        return Tile(2, 8, 0, 4)
     elements = 16 // itemsize
     # Blocks of a row that registers hold beside what it is worked on with: a softcap takes more.
     most = 2 if capped else 4
@@ -63,7 +63,7 @@ def fused_tile(columns: Any, itemsize: int, capped: bool = False) -> Tile:
         block = r * 32 * warps * elements
         if columns <= (block if warps == 1 else most * block):
             return Tile(r, warps, triton.cdiv(columns, block), 1)
-    return Tile(2, 16, most, 3)
+    return Tile(2, 16, most, 1)
 
 
 def read_tile(columns: Any, itemsize: int) -> Tile:
