@@ -28,11 +28,12 @@ class Lowering:
     """One capability.
 
     ``lower`` maps an aten overload to a function called with the lowering's arguments (Inductor
-    IR); it returns IR, or None to leave the site to stock. ``passes`` maps "joint" or "post_grad"
-    to a function that edits an ``fx.Graph`` in place. ``sizes`` maps an aten overload to a function
-    from its fx node to ``dispatch.Sensitivity`` (which symbolic sizes the choice depends on, and
-    how) or None; ``dispatch`` then branches between choices. ``candidate_name``
-    matches every name that a candidate can have besides "stock", so that a plan can be checked.
+    IR); it returns IR, or None to leave the site to stock. ``passes`` maps a stage of
+    ``compat.append_graph_pass`` to a function that edits an ``fx.Graph`` in place. ``sizes`` maps
+    an aten overload to a function from its fx node to ``dispatch.Sensitivity`` (which symbolic
+    sizes the choice depends on, and how) or None; ``dispatch`` then branches between choices.
+    ``candidate_name`` matches every name that a candidate can have besides "stock", so that a plan
+    can be checked.
     """
 
     name: str
