@@ -117,6 +117,13 @@ def may_use_online_softmax(device: torch.device) -> bool:
     return bool(config.online_softmax and device.type == "cuda" and config.cuda_backend == "triton")
 
 
+def into_memory() -> Any:
+    """A prim for fx graphs, ``op(x, strides)``: x, computed into a buffer instead of inlined."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    return force_stride_order
+
+
 def is_tangent(node: Any) -> bool:
     """Whether an fx node of a joint graph is a gradient that comes in."""
     return node.op == "placeholder" and "tangents" in str(node.target)

@@ -19,12 +19,21 @@ from inductor_ext.lowerings.row_forms import NotLinear
 from inductor_ext.lowerings.row_sums import Rows
 from inductor_ext.lowerings.softmax_cores import constant, cores, share, site, why_not
 
-from inductor_ext import choosing, editing, registry, report
+from inductor_ext import choosing, compat, editing, matching, registry, report
 from inductor_ext.editing import same_shape, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 NAME = "cross_entropy"
 
+# What moves elements about: a computation that Inductor finds too long is not inlined into one.
+_MOVES = {
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.as_strided_scatter.default,
+    aten.constant_pad_nd.default,
+    aten.index_put.default,
+    aten.cat.default,
+}
 _SUMS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default}
 
 
@@ -39,11 +48,55 @@ def _keeps(node: Any) -> bool:
     return bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
 
 
+def _is_moved(node: Any) -> bool:
+    """Whether what is computed from a node pointwise ends in a copy to other places (the gradient
+    of shifted logits), where it would be stored in between if it were not inlined."""
+    seen, stack = {node}, [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.target in _MOVES:
+                return True
+            if user not in seen and (matching.is_pointwise(user) or matching.is_view(user)):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _stored(row: Any, editor: editing.Editor) -> Any:
+    """A row value in memory."""
+    strides = value(row).stride()
+    if not strides or not all(isinstance(s, int) for s in strides):
+        return row
+    return editor.call(compat.into_memory(), row, list(strides))
+
+
+def _store_rows(node: Any, rows: Rows) -> None:
+    """Put the row values in memory that a gradient as large as the logits is computed from."""
+    seen, stack = {node}, [node]
+    while stack:
+        user = stack.pop()
+        for source in user.all_input_nodes:
+            if source in seen or not rows.depends(source)[1]:
+                continue
+            seen.add(source)
+            if not rows.is_row(source):
+                stack.append(source)
+            elif matching.is_pointwise(matching.viewed(source)):
+                rows.editor.before(source.next)  # one for all its users
+                user.replace_input_with(source, _stored(source, rows.editor))
+
+
 def _fold(node: Any, rows: Rows) -> None:
     """Put the sum over the row, then over what else ``node`` reduces, in its place."""
     editor = rows.editor
     editor.before(node)
     total = rows.sum(rows.form(node.args[0]))
+    if rows.depends(node.args[0])[1] and _is_moved(node):
+        # Row values to load, as the sum was: all of their computation for each element might be too
+        # much for Inductor to inline.
+        _store_rows(node.args[0], rows)
+        editor.before(node)
+        total = _stored(total, editor)
     mean, others = node.target in (aten.mean.dim, aten.mean.default), _reduced(node)
     if mean:
         total = rows.mean(total)

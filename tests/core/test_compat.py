@@ -380,7 +380,7 @@ def test_importing_on_another_torch_names_the_range(fresh: Callable[..., Any]):
 
 
 def test_softmax_patterns_of_the_joint_graph():
-    """The entry that lowerings on "early_joint" stand before, and what makes softmaxes one sweep."""
+    """The entry that lowerings on "early_joint" stand before; what makes softmaxes one sweep."""
     entry = compat.scaled_softmax_patterns()
     joint = find("torch._inductor.fx_passes.joint_graph:pass_patterns")
     assert entry in joint and entry is not find("torch._inductor.fx_passes.joint_graph:patterns")
@@ -394,6 +394,13 @@ def test_softmax_patterns_of_the_joint_graph():
     assert config.online_softmax and config.cuda_backend == "triton"
     assert compat.may_use_online_softmax(torch.device("cuda"))
     assert not compat.may_use_online_softmax(torch.device("cpu"))
+
+
+def test_into_memory():
+    x = torch.randn(3, 1)
+    assert torch.equal(compat.into_memory()(x, [1, 1]), x)
+    lowering = compat.lowering_of(compat.into_memory())
+    assert lowering is not None and "require_stride_order" in inspect.getsource(lowering)
 
 
 def test_nodes_of_a_joint_graph():

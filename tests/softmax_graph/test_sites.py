@@ -169,3 +169,27 @@ def test_where_rows_are_split_nothing_large_is_stored(shape):
     allocated = re.findall(r"empty_strided_cuda\(\(([\d, ]+)\)", code.forward)
     sizes = [math.prod(int(n) for n in text.split(",") if n.strip()) for text in allocated]
     assert max(sizes) <= math.prod(shape) // 64
+
+
+def shifted(x, y):
+    x, y = x.float()[:, :-1].contiguous(), y[:, 1:].contiguous()
+    return F.cross_entropy(x.view(-1, x.shape[-1]), y.view(-1))
+
+
+def selected(x, y):
+    return F.cross_entropy(x.flatten(0, 1)[::2].float(), y.flatten()[::2], label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss", [shifted, selected])
+def test_the_gradient_of_a_part_of_the_logits_is_written_once(loss):
+    """It is computed where it is put, not stored in between."""
+    code = compile_for("h200", loss, logits(2, 256, 32000), targets(2, 256), grad=True)
+    allocated = re.findall(r"empty_strided_cuda\(\(([\d, ]+)\), .*?torch\.(\w+)\)", code.backward)
+    large = [kind for text, kind in allocated if len(text) > 9]
+    assert large == ["bfloat16"]
+    assert any(d.fired for d in code.decisions)
+
+
+def test_numbers_of_shifted_logits(judged):
+    torch.manual_seed(2)
+    assert judged(shifted, [torch.randn(2, 5, 1283).to(BF16), torch.randint(0, 1283, (2, 5))])
