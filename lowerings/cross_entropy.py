@@ -17,7 +17,7 @@ import torch
 from inductor_ext.lowerings import softmax as softmax
 from inductor_ext.lowerings.row_forms import NotLinear
 from inductor_ext.lowerings.row_sums import Rows
-from inductor_ext.lowerings.softmax_cores import constant, cores, share, site, why_not
+from inductor_ext.lowerings.softmax_cores import constant, cores, is_long, share, site, why_not
 
 from inductor_ext import choosing, compat, editing, matching, registry, report
 from inductor_ext.editing import same_shape, value
@@ -171,7 +171,7 @@ def _groups(graph: Any, numbers: editing.Numbers) -> list[tuple[list[Any], int]]
     found = dict.fromkeys((core.x, core.dim) for core in cores(graph, numbers))
     groups: list[tuple[list[Any], int]] = []
     for x, dim in found:
-        if why_not(x, dim) is None:
+        if is_long(x, dim) and why_not(x, dim) is None:
             for logits, other in groups:
                 if dim == other and same_shape(value(x).shape, value(logits[0]).shape):
                     logits.append(x)

@@ -12,7 +12,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from inductor_ext.lowerings.softmax_cores import SCALES, Core, cores, share, uncast, why_not
+from inductor_ext.lowerings.softmax_cores import (
+    SCALES,
+    Core,
+    cores,
+    is_long,
+    share,
+    uncast,
+    why_not,
+)
 
 from inductor_ext import choosing, editing, registry, report
 
@@ -41,9 +49,8 @@ def rewrite(graph: Any) -> None:
     numbers = editing.Numbers(graph)
     groups: dict[Any, list[Core]] = {}
     for core in cores(graph, numbers):
-        groups.setdefault((core.x, core.dim), []).append(core)
-    if not groups:
-        return
+        if is_long(core.x, core.dim):
+            groups.setdefault((core.x, core.dim), []).append(core)
     for group in groups.values():
         first = {numbers.of(core.total): core for core in reversed(group)}
         site, x, dim = group[0].site(), group[0].x, group[0].dim

@@ -20,7 +20,7 @@ from inductor_ext.editing import Editor, Numbers, erase_unused, same_shape, valu
 aten, prims = torch.ops.aten, torch.ops.prims
 
 SCALES = (aten.mul.Tensor, aten.div.Tensor)
-LONG = 1024  # up to here Inductor keeps a row in registers: everything reads it once anyway
+LONG = 1024  # up to here Inductor keeps a row in registers
 _SHARED = "inductor_ext_shared"  # in the meta of a node
 _RESHAPED = {
     aten.unsqueeze.default,
@@ -205,8 +205,14 @@ def share(graph: Any, group: list[Core]) -> None:
     erase_unused(graph, [node for core in group for node in (core.total, core.peak)])
 
 
+def is_long(x: Any, dim: int) -> bool:
+    """Whether rows are too long for registers. Shorter ones are no site: stock reads them once."""
+    size = compat.expr(value(x).shape[dim])
+    return compat.has_unbacked([size]) or compat.hint(size) > LONG
+
+
 def why_not(x: Any, dim: int) -> str | None:
-    """A reason to leave everything over ``dim`` of ``x`` to stock."""
+    """A reason to leave long rows to stock."""
     tensor = value(x)
     if not compat.may_use_online_softmax(tensor.device):
         return "not Triton code for CUDA, or without its one-sweep softmax"
@@ -214,6 +220,4 @@ def why_not(x: Any, dim: int) -> str | None:
         return f"computed in {tensor.dtype}; fp32, bf16 or fp16 are handled"
     if compat.has_unbacked([compat.expr(s) for s in tensor.shape]):
         return "a size depends on data"
-    if compat.hint(compat.expr(tensor.shape[dim])) <= LONG:
-        return "a row fits in registers: stock reads it once"
     return None
