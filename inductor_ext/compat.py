@@ -84,13 +84,63 @@ def append_graph_pass(stage: str, entry: Any) -> None:
     """Append an object with ``apply(graph) -> int`` to the pattern passes of a stage.
 
     These lists are module globals that Inductor runs in order, so no custom-pass slot is taken.
+    "early_joint" comes behind the fused attention patterns, which want the graph as it was traced,
+    and before the rewriting of scaled softmaxes.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad
 
-    lists = {"joint": joint_graph.pass_patterns, "post_grad": post_grad.pass_patterns}
+    lists = {
+        "early_joint": joint_graph.pass_patterns,
+        "joint": joint_graph.pass_patterns,
+        "post_grad": post_grad.pass_patterns,
+    }
     if stage not in lists:
         raise ValueError(f"expected a stage among {sorted(lists)}, got {stage!r}")
-    lists[stage].append(entry)
+    if stage == "early_joint":
+        lists[stage].insert(lists[stage].index(scaled_softmax_patterns()), entry)
+    else:
+        lists[stage].append(entry)
+
+
+@functools.cache
+def scaled_softmax_patterns() -> Any:
+    """The entry of the joint passes that rewrites softmax(scale * x)."""
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.pattern_matcher import PatternMatcherPass
+
+    stock = [p for p in joint_graph.pass_patterns if isinstance(p, PatternMatcherPass)]
+    return next(p for p in stock if p is not joint_graph.patterns)
+
+
+def may_use_online_softmax(device: torch.device) -> bool:
+    """Whether Inductor itself would use it on this device."""
+    from torch._inductor import config
+
+    return bool(config.online_softmax and device.type == "cuda" and config.cuda_backend == "triton")
+
+
+def into_memory() -> Any:
+    """A prim for fx graphs, ``op(x, strides)``: x, computed into a buffer instead of inlined."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    return force_stride_order
+
+
+def is_tangent(node: Any) -> bool:
+    """Whether an fx node of a joint graph is a gradient that comes in."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_erased(node: Any) -> bool:
+    """Whether an fx node was taken out of its graph."""
+    return bool(node._erased)
+
+
+def tensor_meta(tensor: torch.Tensor) -> Any:
+    """What passes read of a node's value besides the value."""
+    from torch.fx.passes.shape_prop import _extract_tensor_metadata
+
+    return _extract_tensor_metadata(tensor)
 
 
 _SALT_KEY = "inductor_ext"

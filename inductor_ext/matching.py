@@ -275,6 +275,11 @@ def _is_random(node: Any) -> bool:
     )
 
 
+def is_view(node: Any) -> bool:
+    """Whether an fx node only looks at memory in another way."""
+    return node.op == "call_function" and node.target in _FREE_VIEWS
+
+
 def _first(node: Any) -> Any:
     """What a node computes; of several outputs the first."""
     values = node.meta.get("val")

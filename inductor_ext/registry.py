@@ -28,11 +28,12 @@ class Lowering:
     """One capability.
 
     ``lower`` maps an aten overload to a function called with the lowering's arguments (Inductor
-    IR); it returns IR, or None to leave the site to stock. ``passes`` maps "joint" or "post_grad"
-    to a function that edits an ``fx.Graph`` in place. ``sizes`` maps an aten overload to a function
-    from its fx node to ``dispatch.Sensitivity`` (which symbolic sizes the choice depends on, and
-    how) or None; ``dispatch`` then branches between choices. ``candidate_name``
-    matches every name that a candidate can have besides "stock", so that a plan can be checked.
+    IR); it returns IR, or None to leave the site to stock. ``passes`` maps a stage of
+    ``compat.append_graph_pass`` to a function that edits an ``fx.Graph`` in place. ``sizes`` maps
+    an aten overload to a function from its fx node to ``dispatch.Sensitivity`` (which symbolic
+    sizes the choice depends on, and how) or None; ``dispatch`` then branches between choices.
+    ``candidate_name`` matches every name that a candidate can have besides "stock", so that a plan
+    can be checked.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Lowering:
     passes: Mapping[str, Callable[[Any], None]] = dataclasses.field(default_factory=dict)
     sizes: Mapping[Any, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
     candidate_name: re.Pattern[str] | None = None
+    off: str | None = None
 
 
 _lowerings: dict[str, Lowering] = {}
@@ -62,6 +64,8 @@ def register(lowering: Lowering, *, first: bool = False) -> None:
         if lowering.name in _lowerings:
             raise ValueError(f"expected a new lowering name, got {lowering.name!r} a second time")
         _lowerings[lowering.name] = lowering
+        if lowering.off is not None:
+            _disabled.setdefault(lowering.name, lowering.off)
         for op in lowering.lower:
             if op not in _wrapped:
                 _by_op[op] = []

@@ -1,3 +1,5 @@
 """One module per capability. Importing this package registers them all."""
 
+from . import cross_entropy as cross_entropy
 from . import decompose_k as decompose_k
+from . import softmax as softmax

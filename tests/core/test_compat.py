@@ -383,3 +383,38 @@ def test_importing_on_another_torch_names_the_range(fresh: Callable[..., Any]):
             f"ImportError: inductor_ext supports torch>=2.11,<2.16, got torch {version}; "
             "install a supported torch or remove the import"
         )
+
+
+def test_softmax_patterns_of_the_joint_graph():
+    """The entry that lowerings on "early_joint" stand before; what makes softmaxes one sweep."""
+    entry = compat.scaled_softmax_patterns()
+    joint = find("torch._inductor.fx_passes.joint_graph:pass_patterns")
+    assert entry in joint and entry is not find("torch._inductor.fx_passes.joint_graph:patterns")
+    functions = [p.handler.__name__ for ps in entry.patterns.values() for p in ps]
+    assert {"mul_softmax_pattern", "div_softmax_pattern"} <= set(functions), (
+        "the scaled softmax patterns moved to another entry of pass_patterns"
+    )
+    find("torch._inductor.fx_passes.post_grad:prepare_softmax_pattern")
+    from torch._inductor import config
+
+    assert config.online_softmax and config.cuda_backend == "triton"
+    assert compat.may_use_online_softmax(torch.device("cuda"))
+    assert not compat.may_use_online_softmax(torch.device("cpu"))
+
+
+def test_into_memory():
+    x = torch.randn(3, 1)
+    assert torch.equal(compat.into_memory()(x, [1, 1]), x)
+    lowering = compat.lowering_of(compat.into_memory())
+    assert lowering is not None and "require_stride_order" in inspect.getsource(lowering)
+
+
+def test_nodes_of_a_joint_graph():
+    graph = torch.fx.Graph()
+    node, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+    assert compat.is_tangent(tangent) and not compat.is_tangent(node)
+    graph.erase_node(tangent)
+    assert compat.is_erased(tangent) and not compat.is_erased(node)
+    partitioners = importlib.import_module("torch._functorch.partitioners")
+    assert "tangents" in inspect.getsource(partitioners._is_tangent)
+    assert compat.tensor_meta(torch.zeros(2, 3)).shape == (2, 3)

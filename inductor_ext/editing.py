@@ -1,0 +1,154 @@
+"""Editing an fx graph before it is lowered: equal nodes, new nodes with values, dead nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from . import compat, config
+
+# What a new node inherits from the node it stands for: where it came from, for names and traces.
+_ORIGIN = ("original_aten", "stack_trace", "seq_nr", "from_node", "source_fn_stack")
+
+
+def value(node: Any) -> Any:
+    """The fake tensor (or symbolic number) that a node computes; None where it is unknown."""
+    return node.meta.get("val")
+
+
+def is_pure(node: Any) -> bool:
+    """Whether a node's value follows from its arguments and nothing else happens."""
+    if node.target is operator.getitem:
+        return True
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and not node.target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        and node.target.namespace in ("aten", "prims")
+    )
+
+
+class Numbers:
+    """``of(node)``: the first node of the graph that computes the same from the same inputs."""
+
+    def __init__(self, graph: Any) -> None:
+        self._first: dict[Any, Any] = {}
+        self._seen: dict[Any, Any] = {}
+        for node in graph.nodes:
+            self.of(node)
+
+    def of(self, node: Any) -> Any:
+        if node.target is torch.ops.aten.alias.default:
+            return self.of(node.args[0])
+        first = self._first.get(node)
+        if first is None or compat.is_erased(first):
+            key = self._key(node)
+            first = node if key is None else self._seen.get(key)
+            if first is None or compat.is_erased(first):
+                first = self._seen[key] = node
+            self._first[node] = first
+        return first
+
+    def _key(self, node: Any) -> Any:
+        if not is_pure(node):
+            return None
+        args = _frozen(node.args, self.of)
+        kwargs = _frozen(node.kwargs, self.of)
+        try:
+            hash((args, kwargs))
+        except TypeError:
+            return None
+        return node.target, args, kwargs
+
+
+def _frozen(arg: Any, of: Callable[[Any], Any]) -> Any:
+    if isinstance(arg, torch.fx.Node):
+        return of(arg)
+    if isinstance(arg, (list, tuple)):
+        return tuple(_frozen(a, of) for a in arg)
+    if isinstance(arg, dict):
+        return tuple((k, _frozen(v, of)) for k, v in sorted(arg.items()))
+    return type(arg), repr(arg)  # 0, 0.0, -0.0 and False differ
+
+
+class Editor:
+    """New nodes of a graph, in front of ``at``, each with the value that later passes read.
+
+    The same call twice is one node: nodes are added in graph order, so the first comes earlier.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self.made: list[Any] = []
+        self._at: Any = None
+        self._known: dict[Any, Any] = {}
+
+    def before(self, node: Any) -> None:
+        """Add what follows in front of ``node``, under its origin."""
+        self._at = node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        key = target, _frozen(args, lambda n: n), _frozen(kwargs, lambda n: n)
+        if key not in self._known:
+            with self.graph.inserting_before(self._at):
+                node = self.graph.call_function(target, args, kwargs)
+            node.meta.update({k: self._at.meta[k] for k in _ORIGIN if k in self._at.meta})
+            of = lambda n: n.meta["val"]  # noqa: E731
+            fakes = torch.fx.node.map_arg((args, kwargs), of)
+            with torch.no_grad():
+                node.meta["val"] = target(*fakes[0], **fakes[1])
+            tensor = node.meta["val"]
+            if isinstance(tensor, torch.Tensor):
+                node.meta["tensor_meta"] = compat.tensor_meta(tensor)
+            self._known[key] = node
+            self.made.append(node)
+        return self._known[key]
+
+    def to(self, node: Any, dtype: torch.dtype) -> Any:
+        """``node`` in another dtype."""
+        if value(node).dtype == dtype:
+            return node
+        return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
+    def drop_unused(self) -> None:
+        """Erase the nodes made that nothing uses."""
+        self.made = erase_unused(self.graph, self.made)
+        alive = set(self.made)
+        self._known = {k: n for k, n in self._known.items() if n in alive}
+
+
+def erase_unused(graph: Any, nodes: Iterable[Any]) -> list[Any]:
+    """Erase those of ``nodes`` that are pure and unused, then what only they used; returns the
+    rest of ``nodes``."""
+    nodes = list(dict.fromkeys(nodes))
+    gone: set[Any] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in gone or node.users or not is_pure(node):
+            continue
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        gone.add(node)
+        stack.extend(sources)
+    return [n for n in nodes if n not in gone]
+
+
+def check(graph: Any) -> None:
+    """Raise where an edited graph uses what is not there (yet); in the tests only."""
+    if config.strict:
+        graph.lint()
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all that is known, without a guard."""
+    return bool(compat.expr(a) == compat.expr(b))
+
+
+def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    a, b = list(a), list(b)
+    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))

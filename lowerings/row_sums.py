@@ -1,0 +1,126 @@
+"""Sums over a row by the forms of what is summed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from inductor_ext.lowerings.row_forms import Exponential, Form, Forms, NotLinear, OneHot
+
+from inductor_ext.editing import same_shape, same_size, value
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+class Rows(Forms):
+    """Forms, and their sums over the row as new nodes."""
+
+    def sum(self, form: Form) -> Any:
+        """The sum of a form over the row, fp32, with one entry per row."""
+        by_condition: dict[Any, Any] = {}
+        for key, c in form.items():
+            term = self._op(aten.mul.Tensor, self._sum_of(key.factors), c)
+            before = by_condition.get(key.where, 0)
+            by_condition[key.where] = self._op(aten.add.Tensor, before, term)
+        total: Any = 0
+        for where, term in by_condition.items():
+            for condition, holds in reversed(where):
+                if not isinstance(term, torch.fx.Node):
+                    sides = (float(term), 0.0) if holds else (0.0, float(term))
+                    term = self.editor.call(aten.where.Scalar, condition, *sides)
+                elif holds:
+                    term = self.editor.call(aten.where.ScalarOther, condition, term, 0.0)
+                else:
+                    term = self.editor.call(aten.where.ScalarSelf, condition, 0.0, term)
+            total = self._op(aten.add.Tensor, total, term)
+        return self._as_row(total)
+
+    def mean(self, total: Any) -> Any:
+        """A sum over the row as the mean over it."""
+        return self._over(total, self._columns())
+
+    def _as_row(self, total: Any) -> Any:
+        """A coefficient with one entry for each row there is."""
+        call = self.editor.call
+        sizes: list[Any] = [
+            s if isinstance(s, int) else call(aten.sym_size.int, self.logits[0], i)
+            for i, s in enumerate(self.shape)
+        ]
+        sizes[self.dim] = 1
+        if not isinstance(total, torch.fx.Node):
+            total = call(
+                aten.full.default,
+                [],
+                float(total),
+                dtype=torch.float32,
+                device=value(self.logits[0]).device,
+            )
+        shape = [1 if i == self.dim else s for i, s in enumerate(self.shape)]
+        same = same_shape(value(total).shape, shape)
+        return total if same else call(aten.expand.default, total, sizes)
+
+    def _sum_of(self, factors: tuple[Any, ...]) -> Any:
+        call = self.editor.call
+        if not factors:
+            return self._columns()
+        one_hots = [f for f in factors if isinstance(f, OneHot)]
+        others = [f for f in factors if not isinstance(f, OneHot)]
+        if len(one_hots) == 1 and all(map(self._is_column, others)):
+            return self._picked(one_hots[0], others)
+        if len(factors) == 1 and isinstance(factors[0], Exponential):
+            return factors[0].total
+        if len(factors) == 1 and (closed := self._closed(factors[0])) is not None:
+            return closed
+        product = self._plain(factors[0])
+        for factor in factors[1:]:
+            product = call(aten.mul.Tensor, product, self._plain(factor))
+        if any(self.depends(product)):
+            raise NotLinear("a factor needs a reduction of its own")
+        along = self.dim - len(self.shape)
+        return call(aten.sum.dim_IntList, product, [along], True)
+
+    def _is_column(self, factor: Any) -> bool:
+        """Whether a factor is the same in every row."""
+        if not isinstance(factor, torch.fx.Node):
+            return False
+        shape = value(factor).shape
+        along = self.dim - (len(self.shape) - len(shape))
+        return all(same_size(s, 1) for i, s in enumerate(shape) if i != along)
+
+    def _picked(self, one_hot: OneHot, columns: list[Any]) -> Any:
+        """The sum of a one-hot times columns: their entry there. An infinity elsewhere would have
+        been multiplied by 0."""
+        call, index, size = self.editor.call, one_hot.index, self._columns()
+        first, last = call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, size)
+        inside = call(aten.logical_and.default, first, last)
+        picked = call(prims.convert_element_type.default, inside, torch.float32)
+        if columns:
+            product = columns[0]
+            for column in columns[1:]:
+                product = call(aten.mul.Tensor, product, column)
+            all_of_it = self._sum_of((product,))
+            at = call(aten.where.ScalarOther, inside, index, 0)
+            entry = call(aten.index.Tensor, call(aten.view.default, product, [-1]), [at])
+            nothing = call(aten.mul.Tensor, all_of_it, 0.0)
+            picked = call(aten.add.Tensor, call(aten.mul.Tensor, picked, entry), nothing)
+        return picked
+
+    def _columns(self) -> Any:
+        size = self.shape[self.dim]
+        if isinstance(size, int):
+            return size
+        return self.editor.call(aten.sym_size.int, self.logits[0], self.dim)
+
+    def _closed(self, node: Any) -> Any:
+        """The sum of a factor that needs no sweep; None if it does."""
+        if node.target is prims.convert_element_type.default and node not in self._depends:
+            node = node.args[0]  # the factor's own conversion
+        try:
+            form = self.form(node, whole=False)
+        except NotLinear:
+            return None
+        simple = all(
+            not key.factors or (len(key.factors) == 1 and isinstance(key.factors[0], OneHot))
+            for key in form
+        )
+        return self.sum(form) if simple else None

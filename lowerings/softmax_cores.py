@@ -1,0 +1,223 @@
+"""The softmaxes of a joint graph: where a row's maximum and its sum of exponentials are computed.
+
+A core is ``sum(exp(x - m))`` over one dimension with ``m`` the maximum of ``x`` over it, in
+whatever graph it stands: softmax, log_softmax, logsumexp (whose maximum is 0 where it is infinite),
+or written out by hand with ``amax`` or ``max``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from inductor_ext import compat
+from inductor_ext.editing import Editor, Numbers, erase_unused, same_shape, value
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+SCALES = (aten.mul.Tensor, aten.div.Tensor)
+LONG = 1024  # up to here Inductor keeps a row in registers
+_SHARED = "inductor_ext_shared"  # in the meta of a node
+_RESHAPED = {
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """``total`` is the sum of exp(``x`` - ``peak``) over dimension ``dim`` of ``x``.
+
+    ``x`` is the first of the equal nodes; ``guarded`` where an infinite peak counts as 0.
+    """
+
+    x: Any
+    dim: int
+    peak: Any
+    total: Any
+    guarded: bool
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is the pair that ``share`` made."""
+        return _SHARED in self.total.meta
+
+    def site(self) -> str:
+        """The place, for a report."""
+        return site(self.x, self.dim)
+
+
+def site(x: Any, dim: int, what: str = "softmax") -> str:
+    """ "softmax [4096,32000] bfloat16 over dimension 1", the dtype that of the logits."""
+    tensor, dtype = value(x), value(x).dtype
+    if x.target is prims.convert_element_type.default:
+        dtype = value(x.args[0]).dtype
+    sizes = ",".join(str(s) for s in tensor.shape)
+    return f"{what} [{sizes}] {str(dtype).removeprefix('torch.')} over dimension {dim}"
+
+
+def uncast(node: Any) -> Any:
+    """What a chain of conversions between floating-point types begins at."""
+    while (
+        isinstance(node, torch.fx.Node)
+        and node.target is prims.convert_element_type.default
+        and value(node.args[0]).is_floating_point()
+    ):
+        node = node.args[0]
+    return node
+
+
+def row_shape(x: Any, dim: int) -> list[Any]:
+    """The shape of ``x`` with one entry along ``dim``."""
+    shape = list(value(x).shape)
+    shape[dim] = 1
+    return shape
+
+
+def reduced_dim(node: Any) -> int | None:
+    """The one dimension that a reduction over a list of them reduces; None for several."""
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    rank = value(node.args[0]).dim()
+    return dims[0] % rank if len(dims) == 1 and rank else None
+
+
+def peak_of(node: Any, numbers: Numbers) -> tuple[Any, Any, int, bool] | None:
+    """(the maximum, of what, over which dimension, whether it is 0 where infinite), if ``node`` is
+    a maximum over one dimension in some shape."""
+    guarded = False
+    while isinstance(node, torch.fx.Node) and node.op == "call_function":
+        inner: Any = node.args[0] if node.args else None
+        if node.target in _RESHAPED:
+            node = inner
+        elif node.target is aten.where.self and not guarded:
+            finite = _infinite_is_zero(node, numbers)
+            if finite is None:
+                return None
+            node, guarded = finite, True
+        elif node.target is aten.amax.default:
+            dim = reduced_dim(node)
+            return None if dim is None else (node, numbers.of(inner), dim, guarded)
+        elif node.target is operator.getitem and node.args[1] == 0:
+            if inner.target is aten.max.dim:
+                dim = inner.args[1] % max(value(inner.args[0]).dim(), 1)
+                return node, numbers.of(inner.args[0]), dim, guarded
+            return None
+        else:
+            return None
+    return None
+
+
+def _infinite_is_zero(where: Any, numbers: Numbers) -> Any:
+    """m of ``where(abs(m) == inf, 0, m)``; None for anything else."""
+    condition, zero, node = where.args
+    if condition.target is not aten.eq.Scalar or condition.args[1] != float("inf"):
+        return None
+    magnitude = condition.args[0]
+    if magnitude.target is not aten.abs.default or constant(zero) != 0:
+        return None
+    return node if numbers.of(magnitude.args[0]) is numbers.of(node) else None
+
+
+def constant(node: Any) -> float | int | None:
+    """The number that every element of ``node`` is; None where that is not known."""
+    if isinstance(node, (int, float)) and not isinstance(node, bool):
+        return node
+    if not isinstance(node, torch.fx.Node) or node.op != "call_function":
+        return None
+    if node.target is aten.full.default:
+        found = node.args[1]
+    elif node.target is aten.scalar_tensor.default:
+        found = node.args[0]
+    elif node.target in (aten.expand.default, prims.convert_element_type.default, *_RESHAPED):
+        if not value(node).is_floating_point():
+            return None
+        return constant(node.args[0])
+    else:
+        return None
+    return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+
+
+def cores(graph: Any, numbers: Numbers) -> Iterator[Core]:
+    """Every core of the graph, in its order."""
+    for total in graph.nodes:
+        if total.target is not aten.sum.dim_IntList:
+            continue
+        exp, dim = uncast(total.args[0]), reduced_dim(total)
+        if dim is None or exp.target is not aten.exp.default:
+            continue
+        shifted = uncast(exp.args[0])
+        if shifted.target is not aten.sub.Tensor or shifted.kwargs.get("alpha", 1) != 1:
+            continue
+        x, shift = shifted.args
+        if not all(isinstance(n, torch.fx.Node) for n in (x, shift)):
+            continue
+        found = peak_of(shift, numbers)
+        if (
+            found is not None
+            and found[1] is numbers.of(x)
+            and found[2] == dim
+            and same_shape(value(shift).shape, row_shape(x, dim))
+        ):
+            yield Core(numbers.of(x), dim, found[0], total, found[3])
+
+
+def share(graph: Any, group: list[Core]) -> None:
+    """Put one (maximum, sum) pair in place of those of a group with equal logits."""
+    editor = Editor(graph)
+    x, dim = group[0].x, group[0].dim
+    places = {c.peak if c.peak.target is aten.amax.default else c.peak.args[0] for c in group}
+    editor.before(next(node for node in graph.nodes if node in places))
+    x32 = editor.to(x, torch.float32)
+    peak = editor.call(aten.amax.default, x32, [dim], True)
+    exps = editor.call(aten.exp.default, editor.call(aten.sub.Tensor, x32, peak))
+    total = editor.call(aten.sum.dim_IntList, exps, [dim], True)
+    total.meta[_SHARED] = True
+    # The same value: the sum is NaN where the maximum is. It keeps Inductor from scheduling what is
+    # made of the sum alone before the maximum, which would then be found in a sweep of its own. And
+    # a second use of the maximum is what the rewriting of scaled softmaxes stops at.
+    missing = editor.call(aten.ne.Tensor, peak, peak)
+    total = editor.call(aten.where.self, missing, peak, total)
+
+    def put(node: Any, new: Any) -> None:
+        if value(node).dim() < value(x).dim():
+            new = editor.call(aten.squeeze.dim, new, dim)
+        node.replace_all_uses_with(editor.to(new, value(node).dtype))
+
+    for core in group:
+        if core.peak.users:
+            put(core.peak, peak)
+        new = total
+        if core.guarded:  # an infinite maximum counted as 0 there: the sum is 0 or infinite
+            infinite = editor.call(aten.eq.Scalar, editor.call(aten.abs.default, peak), torch.inf)
+            new = editor.call(aten.where.self, infinite, editor.call(aten.exp.default, peak), total)
+        put(core.total, new)
+    erase_unused(graph, [node for core in group for node in (core.total, core.peak)])
+
+
+def is_long(x: Any, dim: int) -> bool:
+    """Whether rows are too long for registers. Shorter ones are no site: stock reads them once."""
+    size = compat.expr(value(x).shape[dim])
+    return compat.has_unbacked([size]) or compat.hint(size) > LONG
+
+
+def why_not(x: Any, dim: int) -> str | None:
+    """A reason to leave long rows to stock."""
+    tensor = value(x)
+    if not compat.may_use_online_softmax(tensor.device):
+        return "not Triton code for CUDA, or without its one-sweep softmax"
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"computed in {tensor.dtype}; fp32, bf16 or fp16 are handled"
+    if compat.has_unbacked([compat.expr(s) for s in tensor.shape]):
+        return "a size depends on data"
+    return None

@@ -1,0 +1,200 @@
+"""Where the rewriting fires, where it does not and what it says, and that off means stock."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import inductor_ext
+from benchmarks.cross_entropy_variants import VARIANTS
+from inductor_ext import compat, registry
+from inductor_ext.testing import compile_for
+
+pytestmark = pytest.mark.codegen
+BF16 = torch.bfloat16
+N, V = 512, 8192
+
+
+def logits(*shape, dtype=BF16):
+    return torch.empty(*(shape or (N, V)), dtype=dtype, device="meta", requires_grad=True)
+
+
+def targets(*shape):
+    return torch.empty(*(shape or (N,)), dtype=torch.long, device="meta")
+
+
+def smoothed(x, y):
+    return F.cross_entropy(x, y, label_smoothing=0.1)
+
+
+def decisions(fn, *args, grad=True, **options):
+    return compile_for("h200", fn, *args, grad=grad, **options).decisions
+
+
+def why_left(found):
+    return [d.reason for d in found if not d.fired]
+
+
+def test_one_decision_per_site():
+    found = decisions(lambda x, y: smoothed(x * 2, y), logits(), targets())
+    assert [(d.lowering, d.fired, d.chosen) for d in found] == [
+        ("softmax", True, "online"),
+        ("cross_entropy", True, "closed form"),
+        ("cross_entropy", True, "closed form"),
+    ]
+    assert found[0].sites == "softmax [512,8192] bfloat16 over dimension 1"
+    assert found[2].sites == "row sum of the gradient [512,8192] bfloat16 over dimension 1"
+
+
+def test_left_alone():
+    (left,) = decisions(smoothed, logits(dtype=torch.float64), targets())
+    assert not left.fired and "torch.float64" in left.reason
+
+
+def test_rows_in_registers_are_no_site():
+    assert decisions(smoothed, logits(N, 1024), targets()) == []
+    assert decisions(smoothed, logits(N, 1025), targets()) != []
+
+
+def test_a_graph_without_softmax_is_not_looked_at():
+    assert decisions(lambda x: (x.float() ** 2).sum(-1).exp().mean(), logits()) == []
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda x, y: F.softmax(x, -1), "tangents_1 is not linear"),
+        (lambda x, y: (F.softmax(x, -1) * F.log_softmax(x, -1)).sum(-1), "a factor needs"),
+        (lambda x, y: F.log_softmax(x, -1).square().sum(-1), "pow is not linear"),
+    ],
+)
+def test_what_is_not_linear_says_so(fn, reason):
+    assert any(reason in why for why in why_left(decisions(fn, logits(), targets())))
+
+
+def test_inference():
+    with torch.no_grad():
+        found = decisions(smoothed, logits(), targets(), grad=False)
+    assert [d.fired for d in found] == [False, True, True]
+
+
+def without_plugin(monkeypatch, fn, *args):
+    from torch._inductor.fx_passes import joint_graph
+
+    own = [p for p in joint_graph.pass_patterns if not isinstance(p, registry._GuardedPass)]
+    assert len(own) == len(joint_graph.pass_patterns) - 2
+    with monkeypatch.context() as patch:
+        patch.setattr(joint_graph, "pass_patterns", own)
+        return compile_for("h200", fn, *args, grad=True)
+
+
+def text(code):
+    """Byte for byte, but for the running number that Inductor gives each graph."""
+    return re.sub(r"(# AOT ID: ).*", r"\1", code.source)
+
+
+def test_disabled_is_stock_byte_for_byte(monkeypatch):
+    variant = VARIANTS["z-loss, softcap, smoothing"]
+    args = logits(), targets()
+    stock = without_plugin(monkeypatch, variant.fn, *args)
+    with inductor_ext.disable("softmax", "cross_entropy"):
+        disabled = compile_for("h200", variant.fn, *args, grad=True)
+    assert text(disabled) == text(stock) and disabled.decisions == []
+    assert text(compile_for("h200", variant.fn, *args, grad=True)) != text(stock)
+
+
+def test_off_until_asked_for(fresh_status):
+    """What was not timed on a card changes nothing, and doctor says so."""
+    state = {name: (on, why) for name, on, why in fresh_status}
+    for name in ("softmax", "cross_entropy"):
+        assert not state[name][0] and "timed on a card" in state[name][1]
+
+
+def test_each_lowering_has_its_own_switch():
+    args = logits(), targets()
+    scaled = VARIANTS["logit scale"].fn
+    with inductor_ext.disable("cross_entropy"):
+        assert {d.lowering for d in decisions(scaled, *args)} == {"softmax"}
+    with inductor_ext.disable("softmax"):
+        assert {d.lowering for d in decisions(scaled, *args)} == {"cross_entropy"}
+
+
+def test_attention_is_still_recognised():
+    """The passes come behind the patterns of fused attention, which want a scaled softmax."""
+
+    def attention(q, k, v):
+        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-2, -1)) / 8, -1), v)
+
+    q = torch.empty(2, 4, 2048, 64, dtype=BF16, device="meta")
+    code = compile_for("h200", attention, q, q, q)
+    assert any("scaled_dot_product" in call for call in code.extern_calls)
+
+
+def test_the_passes_stand_before_what_hides_a_scaled_softmax():
+    from torch._inductor.fx_passes import joint_graph
+
+    entries = joint_graph.pass_patterns
+    mine = [i for i, p in enumerate(entries) if isinstance(p, registry._GuardedPass)]
+    assert [entries[i].lowering.name for i in mine] == ["softmax", "cross_entropy"]
+    assert entries.index(joint_graph.patterns) < mine[0]
+    assert mine[-1] < entries.index(compat.scaled_softmax_patterns())
+
+
+# --- symbolic sizes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["z-loss, softcap, smoothing", "kl"])
+def test_symbolic_number_of_rows(name, judged):
+    variant = VARIANTS[name]
+    inputs = variant.inputs(6, 1283, BF16, "cpu")
+    other = variant.inputs(11, 1283, BF16, "cpu")
+    code = judged(variant.fn, inputs, run=other, dynamic={0: {0: None}, 1: {0: None}})
+    assert code.frames == 1
+    assert all(d.fired for d in code.decisions if d.lowering == "cross_entropy")
+
+
+def test_symbolic_length_of_the_row(judged):
+    """The gradient's sum is still known; the loss's is left, since no entry can be looked at."""
+    torch.manual_seed(1)
+    x, y = torch.randn(4, 1283).to(BF16), torch.randint(0, 1283, (4,))
+    other = [torch.randn(4, 2000).to(BF16), torch.randint(0, 2000, (4,))]
+    code = judged(smoothed, [x, y], run=other, dynamic={0: {1: None}})
+    found = [d for d in code.decisions if d.lowering == "cross_entropy"]
+    assert [d.fired for d in found] == [False, True, True]
+    assert "symbolic length" in found[0].reason
+
+
+@pytest.mark.parametrize("shape", [(8, 131072), (2, 8192, 512)])
+def test_where_rows_are_split_nothing_large_is_stored(shape):
+    """What is summed is computed in the sweep, not before it."""
+    y = targets(*shape[:1], *shape[2:])
+    code = compile_for("h200", smoothed, logits(*shape), y, grad=True)
+    allocated = re.findall(r"empty_strided_cuda\(\(([\d, ]+)\)", code.forward)
+    sizes = [math.prod(int(n) for n in text.split(",") if n.strip()) for text in allocated]
+    assert max(sizes) <= math.prod(shape) // 64
+
+
+def shifted(x, y):
+    x, y = x.float()[:, :-1].contiguous(), y[:, 1:].contiguous()
+    return F.cross_entropy(x.view(-1, x.shape[-1]), y.view(-1))
+
+
+def selected(x, y):
+    return F.cross_entropy(x.flatten(0, 1)[::2].float(), y.flatten()[::2], label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss", [shifted, selected])
+def test_the_gradient_of_a_part_of_the_logits_is_written_once(loss):
+    """It is computed where it is put, not stored in between."""
+    code = compile_for("h200", loss, logits(2, 256, 32000), targets(2, 256), grad=True)
+    allocated = re.findall(r"empty_strided_cuda\(\(([\d, ]+)\), .*?torch\.(\w+)\)", code.backward)
+    large = [kind for text, kind in allocated if len(text) > 9]
+    assert large == ["bfloat16"]
+    assert any(d.fired for d in code.decisions)
+
+
+def test_numbers_of_shifted_logits(judged):
+    torch.manual_seed(2)
+    assert judged(shifted, [torch.randn(2, 5, 1283).to(BF16), torch.randint(0, 1283, (2, 5))])
