@@ -418,3 +418,24 @@ def test_nodes_of_a_joint_graph():
     partitioners = importlib.import_module("torch._functorch.partitioners")
     assert "tangents" in inspect.getsource(partitioners._is_tangent)
     assert compat.tensor_meta(torch.zeros(2, 3)).shape == (2, 3)
+
+
+def test_whether_a_backward_frees_its_graph():
+    find("torch._C:_len_torch_dispatch_stack")
+    find("torch._C._autograd:_get_current_graph_task_keep_graph")
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            seen.append(compat.backward_frees_graph())
+            return g
+
+    y = Probe.apply(torch.ones((), requires_grad=True))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen == [False, True]
