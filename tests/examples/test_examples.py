@@ -1,5 +1,6 @@
 """Every example and every Python block of the README runs as written, without a card."""
 
+import csv
 import re
 import subprocess
 import sys
@@ -42,11 +43,28 @@ def test_readme_blocks(tmp_path: Path) -> None:
     assert "triton_tem_fused" in out
 
 
-def test_readme_numbers_are_in_the_results() -> None:
-    """The figures of the README's table come from the committed summary, verbatim."""
+def _section(name: str) -> str:
     readme = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\| `([\w-]+)` \|(.*)\|$", readme, re.M)
+    return readme.split(f"## {name}\n")[1].split("\n## ")[0]
+
+
+def test_readme_numbers_are_in_the_results() -> None:
+    """The figures of Decompose-K's table come from the committed summary, verbatim."""
+    rows = re.findall(r"^\| `([\w-]+)` \|(.*)\|$", _section("Decompose-K"), re.M)
     summary = (ROOT / "benchmarks/results/decompose_k_summary.md").read_text()
     assert rows
     for name, cells in rows:
         assert f"| `{name}` |{cells}|" in summary
+
+
+def test_readme_times_by_tokens_are_the_measured_ones() -> None:
+    """To three digits."""
+    found = re.findall(r"^\| ([\w-]+) \|(.*)\|$", _section("Dynamic sizes"), re.M)
+    table = {name: [cell.strip() for cell in cells.split("|")] for name, cells in found}
+    with (ROOT / "benchmarks/results/dispatch.csv").open() as f:
+        rows = sorted(csv.DictReader(f), key=lambda row: int(row["tokens"]))
+    assert table.pop("tokens") == [row["tokens"] for row in rows]
+    for name, cells in table.items():
+        column = f"{name.replace('-', '_')}_us"
+        for cell, row in zip(cells, rows, strict=True):
+            assert float(cell) == float(f"{float(row[column]):.3g}"), (name, row["tokens"])
