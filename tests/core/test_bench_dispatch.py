@@ -200,4 +200,4 @@ def test_bench_lists_what_is_a_benchmark(capsys):
     from inductor_ext.__main__ import main
 
     assert main(["bench", "no_such"]) == 2
-    assert "there are: decompose_k, dispatch, plan." in capsys.readouterr().err
+    assert "there are: cross_entropy, decompose_k, dispatch, plan." in capsys.readouterr().err
