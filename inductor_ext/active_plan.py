@@ -210,13 +210,25 @@ def find(key: Key | None, dims: dict[str, int]) -> Answer | None:
             return _answer(loaded, box, loaded.name)
         else:
             reason = reason or loaded.plan.why_not(key, dims)
-    if key is not None and card is not None and config.shipped_plan:
-        ours = shipped(card)
-        if ours is not None and not ours.unfit(card):
-            box = ours.plan.find(key, dims)
-            if box is not None:
-                return _answer(ours, box, "the shipped plan")
+    ours, box = _shipped_box(key, dims)
+    if ours is not None and box is not None:
+        return _answer(ours, box, "the shipped plan")
     return Answer(None, user[-1].name, reason) if user else None
+
+
+def _shipped_box(key: Key | None, dims: dict[str, int]) -> tuple[Loaded | None, Box | None]:
+    card = compat.card_name()
+    if key is None or card is None or not config.shipped_plan:
+        return None, None
+    ours = shipped(card)
+    if ours is None or ours.unfit(card):
+        return None, None
+    return ours, ours.plan.find(key, dims)
+
+
+def may_answer(key: Key, dims: dict[str, int]) -> bool:
+    """Whether ``find`` has anything to say, without asking other ranks."""
+    return bool(user_plans()) or _shipped_box(key, dims)[1] is not None
 
 
 class Ranges(NamedTuple):

@@ -29,6 +29,12 @@ _agreed: dict[str, str] = {}
 _grace = threading.local()
 
 
+def ranks() -> int:
+    """How many ranks agree here: 1 without torch.distributed."""
+    store, _, world = compat.distributed_store()
+    return 1 if store is None else world
+
+
 def gather(topic: str, value: str) -> list[str]:
     """The value of every rank, in order of rank; a call by each rank belongs together.
 

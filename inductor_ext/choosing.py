@@ -249,6 +249,8 @@ def planned(problem: Problem | None) -> Planned | None:
         return None
     if forced_choice(problem.key.lowering) is not None or decided(problem.key.lowering) is not None:
         return None
+    if not active_plan.may_answer(problem.key, problem.sizes()):
+        return None
     return _planned(problem)
 
 
@@ -296,18 +298,27 @@ def _measure(
     lowering: str, names: list[str], key: str, how: Measure
 ) -> tuple[str, str, tuple[report.CandidateTime, ...]]:
     """The measurement of this site: remembered, taken, or taken by another rank of the job."""
-    if key and key in _measured:
-        return _measured[key]
+    problem = f"{lowering} {key} {names} {how.threshold} {how.stock_may_win}"
+    here = plan_cache.here(problem) if key else ""
+    if here in _measured:
+        return _measured[here]
 
     def compute() -> list[Any]:
         name, reason, times = _measure_here(lowering, names, how)
         return [name, reason, [dataclasses.astuple(t) for t in times]]
 
-    problem = f"{lowering} {key} {names} {how.threshold} {how.stock_may_win}"
-    name, reason, times = plan_cache.recall(problem, compute) if key else compute()
+    def complete(value: list[Any]) -> bool:
+        return any(name == STOCK and us is not None for name, us, *_ in value[2])
+
+    # Which candidates there are may differ from rank to rank; what is emitted must not.
+    name, reason, times = (
+        plan_cache.recall(problem, compute, topic=f"{lowering} {key}", keep=complete)
+        if key
+        else compute()
+    )
     result = (name, reason, tuple(report.CandidateTime(*t) for t in times))
     if key:
-        _measured[key] = result
+        _measured[here] = result
     return result
 
 

@@ -107,6 +107,10 @@ def lower_branch(
     # Which inputs of the outer backward may be overwritten says nothing about ours.
     inner.bw_donated_idxs = None
     inner.inductor_ext_operands = {}
+    # A product of sizes (ps0 = 64*s0) has one name in the whole program: calls of kernels are
+    # written when the graph around is at hand.
+    for table in ("precomputed_replacements", "inv_precomputed_replacements"):
+        setattr(inner.sizevars, table, getattr(graph().sizevars, table))
     assume_in(inner.sizevars, assumed)
     placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
     for target, operand in zip(placeholders, operands, strict=True):
@@ -171,6 +175,17 @@ def assume_in(sizevars: Any, assumed: Mapping[Any, compat.Assumed]) -> None:
     for name, values in (("optimization_hint", every), ("size_hint", symbols)):
         if hasattr(sizevars, name):
             setattr(sizevars, name, answering(getattr(sizevars, name), values))
+    guard_leq = sizevars.check_leq
+
+    def check_leq(left: Any, right: Any) -> None:
+        """Guard left <= right, unless it holds in the whole range of the branch: the program must
+        not lose sizes to the width of a branch's offsets that it never takes there."""
+        with compat.assume(assumed):
+            top = compat.upper_bound(sizevars.remove_precomputed_replacements(sympy.sympify(left)))
+        if top is None or not compat.is_static(right) or top > int(right):
+            guard_leq(left, right)
+
+    sizevars.check_leq = check_leq
 
 
 def realize_operand(x: Any, fake: Any) -> Any:
@@ -283,8 +298,7 @@ def _inside(wrapper: Any, subgraph: Any) -> Iterator[None]:
     # The device was selected around the whole ``if``.
     names = ("codegen_device_guard_enter", "codegen_device_guard_exit")
     wrapper.writeline(EnterSubgraphLine(wrapper, subgraph.graph))
-    # Each graph numbers its products of sizes (ps0 = 64*s0) anew: what a name stands for outside
-    # must not be taken for its value here, nor, where names are not scoped, the other way round.
+    # A product of sizes that is computed in one branch is not there in the others, nor behind them.
     none_computed = type(wrapper.computed_sizes)
     wrapper.computed_sizes = none_computed()
     for name in names:

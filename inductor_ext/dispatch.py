@@ -178,9 +178,8 @@ class Site:
         why_not = compat_dispatch.can_branch()
         if not why_not:
             try:
-                found, inside = self._branch(operands, fakes)
-                chosen = {box.choice for box in self.boxes}
-                self._report(True, f"{len(self.boxes)} ranges, {len(chosen)} implementations")
+                found, inside, failed = self._branch(operands, fakes)
+                self._report(failed)
                 for decision in inside:
                     report.record(decision)
                 return found
@@ -200,13 +199,15 @@ class Site:
 
     def _branch(
         self, operands: Sequence[Any], fakes: Sequence[Any]
-    ) -> tuple[list[Any], list[report.Decision]]:
-        """IR of the outputs, and what other lowerings decided in the branches, by range."""
+    ) -> tuple[list[Any], list[report.Decision], dict[int, str]]:
+        """IR of the outputs, what other lowerings decided in the branches, by range, and which
+        branches are stock code because their candidate failed."""
         realized = [
             compat_dispatch.realize_operand(x, fake)
             for x, fake in zip(operands, fakes, strict=True)
         ]
         branches = []
+        failed: dict[int, str] = {}
         inside: dict[Any, list[tuple[report.SizeRange, report.Decision]]] = {}
         for i, box in enumerate(self.boxes):
             with choosing.force_here(self.lowering, box.choice), report.held() as decisions:
@@ -217,6 +218,8 @@ class Site:
                     fakes,
                     self._assumed(box),
                 )
+            if why := self._failure(box, decisions):
+                failed[i] = f"{_size_range(self.axes, box).span()}: {why}"
             branches.append(compat_dispatch.Branch(self._when(box), subgraph))
             seen: Counter[Any] = Counter()
             for decision in self._of_others(decisions):
@@ -226,7 +229,13 @@ class Site:
                 inside.setdefault((*site, seen[site]), []).append((span, decision))
         outputs = [out.meta["val"] for out in self.region.outputs]
         results = compat_dispatch.emit(branches, realized, outputs)
-        return results, [report.by_range(found) for found in inside.values()]
+        return results, [report.by_range(found) for found in inside.values()], failed
+
+    def _failure(self, box: Box, decisions: Sequence[report.Decision]) -> str:
+        """Why a branch is stock code and not its candidate; "" where it is what was asked for."""
+        own = [d for d in decisions if d.lowering == self.lowering]
+        asked = box.choice != choosing.STOCK and own and not any(d.fired for d in own)
+        return own[0].reason if asked else ""
 
     def _assumed(self, box: Box) -> Mapping[Any, compat.Assumed]:
         return {
@@ -244,16 +253,21 @@ class Site:
                 found.append(compat_dispatch.Bound(axis.expr, below, above))
         return found
 
-    def _report(self, fired: bool, chosen: str) -> None:
+    def _report(self, failed: Mapping[int, str]) -> None:
+        boxes = [
+            dataclasses.replace(box, choice=choosing.STOCK) if i in failed else box
+            for i, box in enumerate(self.boxes)
+        ]
+        chosen = {box.choice for box in boxes}
         report.record(
             report.Decision(
                 self.lowering,
-                fired,
-                chosen,
-                _reason(self.axes, self.found),
+                True,
+                f"{len(boxes)} ranges, {len(chosen)} implementations",
+                "; ".join([_reason(self.axes, self.found), *failed.values()]),
                 self.name,
                 _known_source(self.boxes),
                 self.times,
-                tuple(_size_range(self.axes, box) for box in self.boxes),
+                tuple(_size_range(self.axes, box) for box in boxes),
             )
         )

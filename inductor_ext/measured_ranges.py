@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import active_plan, boxes, choosing, compat, plan, plan_cache, ranges
+from . import active_plan, agreement, boxes, choosing, compat, config, plan, plan_cache, ranges
 from .measured_site import MeasuredSite, Timer
 
 MAX_SIZES = 40  # measured at one site while a program compiles
@@ -149,11 +149,19 @@ def in_autotune_mode(
     text = f"ranges {key} {(axis.lo, axis.hi)}"
     numbers: dict[str, str] = {}
     text = re.sub(r"\bs\d+\b", lambda m: numbers.setdefault(m[0], f"#{len(numbers)}"), text)
-    if text not in _found:
-        _found[text] = plan_cache.recall(text, measure)
-    if not _found[text]:
+    here = plan_cache.here(text)
+    if here not in _found:
+        try:
+            _found[here] = plan_cache.recall(text, measure)
+        except agreement.Disagreement:
+            raise
+        except Exception as error:
+            if config.strict:
+                raise
+            return dataclasses.replace(sensitivity, rest=f"measuring failed: {error}")
+    if not _found[here]:
         return sensitivity
-    return _with(sensitivity, axis, _found[text])
+    return _with(sensitivity, axis, _found[here])
 
 
 def _with(sensitivity: boxes.Sensitivity, axis: boxes.Axis, found: Any) -> boxes.Sensitivity:

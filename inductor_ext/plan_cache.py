@@ -28,11 +28,29 @@ def folder() -> Path:
     return Path(compat.cache_dir()) / "inductor_ext"
 
 
-def recall(problem: str, measure: Callable[[], Any]) -> Any:
+def recall(
+    problem: str,
+    measure: Callable[[], Any],
+    *,
+    topic: str = "",
+    keep: Callable[[Any], bool] = lambda value: True,
+) -> Any:
     """What ``measure()`` returned for this problem: here, in an earlier process, or on another rank
-    of the job. It must be plain JSON."""
-    topic = _hash(problem)  # without the setting: ranks that differ in one must agree all the same
-    return json.loads(agreement.decide(topic, lambda: _read_or_measure(problem, measure)))
+    of the job. It must be plain JSON.
+
+    Ranks follow one another by ``topic`` (default: the problem), which leaves out what may differ
+    from rank to rank. What ``keep`` says no to is not written: an accident is not for ever.
+    """
+    # Without the setting: ranks that differ in one must agree all the same.
+    found = agreement.decide(
+        _hash(topic or problem), lambda: _read_or_measure(problem, measure, keep)
+    )
+    return json.loads(found)
+
+
+def here(problem: str) -> str:
+    """What a process may remember the answer under: the problem, the setting and the job."""
+    return _hash(problem, *_setting(), f"ranks={agreement.ranks()}")
 
 
 def _hash(*parts: str) -> str:
@@ -45,30 +63,39 @@ def _setting() -> list[str]:
         str(compat.card_name()),
         f"virtual={not compat.on_real_card()}",
         *(compat.version(package) for package in ("torch", "triton")),
-        registry.source_hash(),
+        registry.revision(),
         compat.settings_digest(),
         compat.float32_precision(),
     ]
 
 
-def _read_or_measure(problem: str, measure: Callable[[], Any]) -> str:
+_FORMAT = 1
+
+
+def _read_or_measure(problem: str, measure: Callable[[], Any], keep: Callable[[Any], bool]) -> str:
     kept = compat.card_name() is not None and compat.caches_on()
     path = folder() / f"{_hash(problem, *_setting())}.json"
     if kept:
-        with contextlib.suppress(OSError, ValueError):  # not there, or cut off: measured again
-            text = path.read_text(encoding="utf-8")
-            json.loads(text)
-            return text
-    text = json.dumps(measure())
-    if kept:
+        # Not there, cut off, or another file: measured again.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if stored["format"] == _FORMAT:
+                return json.dumps(stored["value"])
+    value = measure()
+    text = json.dumps(value)
+    if kept and keep(value):
+        temporary = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Whole or not at all: another process may read it now.
             with tempfile.NamedTemporaryFile(
                 "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
             ) as out:
-                out.write(text)
-            os.replace(out.name, path)
+                temporary = Path(out.name)
+                out.write(json.dumps({"format": _FORMAT, "value": value}))
+            os.replace(temporary, path)
         except OSError as error:
             log.info("a measurement is not remembered: %s", error)
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
     return text

@@ -246,15 +246,22 @@ class OpSite:
         """What was measured for this problem: in this process, or what the plan cache recalls."""
         symbols: dict[str, str] = {}
         text = re.sub(r"\bs\d+\b", lambda m: symbols.setdefault(m[0], f"#{len(symbols)}"), self.key)
-        if text not in _found:
-            answer = plan_cache.recall(f"ranges {self.lowering} {text}", measure)
-            _found[text] = [(lo, hi, choice, times) for lo, hi, choice, times in answer]
-        return _found[text]
+        problem = f"ranges {self.lowering} {text}"
+        here = plan_cache.here(problem)
+        if here not in _found:
+            answer = plan_cache.recall(problem, measure, keep=_complete)
+            _found[here] = [(lo, hi, choice, times) for lo, hi, choice, times in answer]
+        return _found[here]
 
 
 # lo, hi, choice, us by candidate by size
 _Measured = tuple[int, "int | None", str, dict[str, dict[str, float]]]
 _found: dict[str, list[_Measured]] = {}
+
+
+def _complete(measured: list[Any]) -> bool:
+    """Whether something could be timed wherever it was tried."""
+    return all(us for *_, times in measured for us in times.values())
 
 
 def _best(points: Sequence[Mapping[str, float]], how: choosing.Measure) -> str:

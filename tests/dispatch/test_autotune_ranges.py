@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import inductor_ext
-from inductor_ext import active_plan, choosing, compat, config, measured_ranges, plan_cache
+from inductor_ext import active_plan, choosing, compat, config, measured_ranges, plan_cache, report
 from inductor_ext.plan import Box, Entry, Key, Plan
 from inductor_ext.testing import compile_for
 from inductor_ext.testing.cards import CARDS
@@ -153,7 +153,7 @@ def test_static_measurements_are_remembered_by_another_process(monkeypatch):
 
     def here(lowering, names, how):
         asked.append(names)
-        return names[0], "timed", ()
+        return names[0], "timed", (report.CandidateTime("stock", 2.0),)
 
     monkeypatch.setattr(choosing, "_measure_here", here)
     monkeypatch.setattr(compat, "card_name", lambda: "a card")

@@ -148,3 +148,18 @@ def test_branches_only_where_every_arm_has_its_kernels(monkeypatch):
         with torch._inductor.config.patch({"triton.autotune_at_compile_time": beforehand}):
             assert compat_dispatch.lacks_kernels() == lacking
             assert bool(compat_dispatch.can_branch()) == lacking
+
+
+def test_a_product_of_sizes_in_a_branch_of_a_cpp_program():
+    """Kernel calls of a branch are written later, for the graph around: one name, one value."""
+
+    def fn(x, w):
+        return torch.bmm(x, w).permute(1, 0, 2).contiguous()
+
+    dynamic = {0: {0: (2, 64), 1: (2, 512)}, 1: {0: (2, 64)}}
+    args = t(4, 8, 2048), t(4, 2048, 64)
+    code = compile_for("h200", fn, *args, dynamic=dynamic, options={"cpp_wrapper": True})
+    (decision,) = code.decisions
+    assert decision.fired and len(decision.ranges) > 1
+    if not NO_CHECK:
+        assert cpp_errors(code.source) == ""

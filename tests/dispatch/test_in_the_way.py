@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import inductor_ext
-from inductor_ext import compat, compat_dispatch, dispatch, matching
+from inductor_ext import compat, compat_dispatch, config, dispatch, matching
 from inductor_ext.testing import compile_for, outline
 
 pytestmark = pytest.mark.codegen
@@ -197,3 +197,37 @@ def test_no_branch_where_cpp_would_lack_its_kernels(monkeypatch):
     code = compile_for("h200", relu_mm, *ARGS, dynamic={0: {0: (2, 64)}})
     (decision,) = code.decisions
     assert decision.fired and not re.search(r"if s\d+ <=", code.source)
+
+
+def test_branches_ask_no_guard_of_sizes_they_never_see():
+    """32 bits do not hold offsets of 524288 x 7168 elements; the branches end at some 100 rows."""
+    x, w = (torch.empty(size, dtype=torch.bfloat16) for size in ((8, 7168), (7168, 256)))
+
+    def fn(x, w):
+        return torch.relu(x @ w)
+
+    code = compile_for("h200", fn, x.to("meta"), w.to("meta"), dynamic={0: {0: (2, 524288)}})
+    (decision,) = code.decisions
+    assert decision.fired and decision.ranges[-1].hi == 524288
+
+
+def test_a_branch_whose_candidate_fails_is_reported_as_stock(monkeypatch):
+    from inductor_ext.lowerings import decompose_k_candidates
+
+    emit = decompose_k_candidates._emit
+
+    def failing(p, tiling, *args, **kwargs):
+        if tiling.block_m == 16:
+            raise RuntimeError("no such tile today")
+        return emit(p, tiling, *args, **kwargs)
+
+    monkeypatch.setattr(decompose_k_candidates, "_emit", failing)
+    x, w = (
+        torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((8, 7168), (256, 7168))
+    )
+    with config.patch(strict=False), pytest.warns(UserWarning, match="no such tile today"):
+        code = compile_for("h200", lambda x, w: x @ w.t(), x, w, dynamic={0: {0: (2, 8192)}})
+    (decision,) = code.decisions
+    assert decision.fired and "no such tile today" in decision.reason
+    assert not any("_16x" in r.chosen for r in decision.ranges)
+    assert any("_32x" in r.chosen for r in decision.ranges) and decision.ranges[1].chosen == "stock"
