@@ -100,16 +100,25 @@ def consumers_key(node: Any = None) -> str:
     node = compat.current_node() if node is None else node
     if node is None:
         return ""
+    region = {member: f"#{i}" for i, member in enumerate(pointwise_region(node))}
+
+    def told(arg: Any) -> str:
+        """An argument without the names of this graph: a member, a tensor's properties, a value."""
+        if isinstance(arg, (list, tuple)):
+            return f"[{','.join(map(told, arg))}]"
+        if not isinstance(arg, torch.fx.Node):
+            return str(arg)
+        value = arg.meta.get("val")
+        if arg in region or not isinstance(value, torch.Tensor):
+            return region.get(arg, str(value))
+        return f"{value.dtype}{tuple(value.shape)}/{value.stride()}"
+
     parts = []
-    for member in pointwise_region(node):
-        value = member.meta.get("val")
-        parts.append(f"{member.target}:{getattr(value, 'dtype', '')}:{member.args[1:]}")
-    strides = [
-        f"{tuple(s.meta['val'].shape)}/{s.meta['val'].stride()}"
-        for s in node.all_input_nodes
-        if isinstance(s.meta.get("val"), torch.Tensor)
-    ]
-    return ";".join(strides + parts)
+    for member, name in region.items():
+        behind = sorted({str(user.target) for user in member.users if user not in region})
+        args = told([*member.args, *member.kwargs.items()])
+        parts.append(f"{name}={member.target}{args}->{','.join(behind)}")
+    return ";".join(parts)
 
 
 # --- the whole region behind an operation ---------------------------------------------------------

@@ -3,8 +3,10 @@
 import os
 
 import pytest
+import torch
 
-from inductor_ext import compat, config, plan_cache
+from inductor_ext import compat, config, matching, plan_cache
+from inductor_ext.testing import compile_for
 
 
 class Counter:
@@ -64,3 +66,25 @@ def test_a_write_that_fails_leaves_nothing(monkeypatch):
     monkeypatch.setattr(os, "replace", refuse)
     assert plan_cache.recall("a", Counter()) == [1]
     assert not list(plan_cache.folder().glob("*"))
+
+
+@pytest.mark.codegen
+def test_what_follows_a_site_is_told_apart_and_names_are_not(monkeypatch):
+    asked = []
+    ask = matching.consumers_key
+    monkeypatch.setattr(matching, "consumers_key", lambda node=None: asked.append(ask(node)) or "")
+
+    def key(fn, *extra):
+        args = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in extra]
+        x, w = torch.empty(16, 8192, device="meta"), torch.empty(8192, 32, device="meta")
+        compile_for("h200", fn, x.bfloat16(), w.bfloat16(), *args)
+        return asked.pop()
+
+    row = key(lambda x, w, b: torch.relu(x @ w + b), (32,))
+    assert row == key(lambda x, w, unused, b: torch.relu(x @ w + b), (4,), (32,))
+    others = [
+        key(lambda x, w, b: torch.relu(x @ w + b), (16, 32)),
+        key(lambda x, w, b: torch.relu(x @ w + b).sum(-1), (32,)),
+        key(lambda x, w, b: torch.relu(b - x @ w), (32,)),
+    ]
+    assert len({row, *others}) == 4
