@@ -91,8 +91,9 @@ def _cover(axes: Sequence[Axis], sensitivity: Sensitivity, rule: Any) -> Cover:
             if exists:
                 placed.append(_Placed(ends, known))
             else:
-                unusable = f"{known.where} names {known.choice}, which is no candidate here"
-    rest = f"not in the plan: {unusable}" if unusable else sensitivity.rest
+                source = "not in the plan: " if known.source == "plan" else ""
+                unusable = f"{source}{known.where} names {known.choice}, which is no candidate here"
+    rest = unusable or sensitivity.rest
     if not placed:
         return Cover(tuple(rule(axes, pick)), rest)
     if len(axes) == 1:
