@@ -124,6 +124,9 @@ class Several(torch.nn.Module):
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.skipif(
+    compat.minor_version("torch") != "2.13", reason="a minute: once, on the torch of development"
+)
 def test_several_regions_with_several_results_compile():
     b, n, m = Dim("b", min=2, max=64), Dim("n", min=2, max=64), Dim("m", min=2, max=4096)
     args = t(4, 6, 7168), t(9, 4096), t(4, 6, 48)
@@ -161,5 +164,5 @@ def test_a_product_of_sizes_in_a_branch_of_a_cpp_program():
     code = compile_for("h200", fn, *args, dynamic=dynamic, options={"cpp_wrapper": True})
     (decision,) = code.decisions
     assert decision.fired and len(decision.ranges) > 1
-    if not NO_CHECK:
-        assert cpp_errors(code.source) == ""
+    named = re.findall(r"\b(ps\d+) = ([^;]*);", code.source)
+    assert named and len(dict(named)) == len(set(named)), named
