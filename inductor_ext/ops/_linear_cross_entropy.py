@@ -350,10 +350,12 @@ def linear_cross_entropy(
     if not _rows.kernels_apply(w.t()[:1]):
         losses, lse = _composed(loss, flat, w, bias, index, weight)
     elif reduction != "none" and not return_lse and any(wanted) and h.dtype != torch.float16:
-        total, *_ = _with_gradient(flat, w, bias, index, weight, wanted, memory, *options)
+        with _rows.beside(flat):
+            total, *_ = _with_gradient(flat, w, bias, index, weight, wanted, memory, *options)
         return _rows.total_of(total, loss.mean, flat.shape[0]).to(h.dtype)
     else:
-        losses, lse, *_ = _forward(flat, w, bias, index, weight, memory, *options)
+        with _rows.beside(flat):
+            losses, lse, *_ = _forward(flat, w, bias, index, weight, memory, *options)
     out = losses.reshape(rows_shape) if reduction == "none" else _rows.total_of(losses, loss.mean)
     out = out.to(h.dtype)
     return (out, lse.reshape(rows_shape)) if return_lse else out

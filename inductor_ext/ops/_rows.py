@@ -7,6 +7,7 @@ once. Where the kernels do not apply, both are composed of torch functions.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -218,7 +219,8 @@ def losses_of(
     """
     if not kernels_apply(x, target.shape[-1] if loss.kind == SPARSE else 0):  # type: ignore[union-attr]
         return composed_losses(loss, x, target, q, weight)
-    rows, lse, _, _ = _forward(_dense_rows(x), target, q, weight, *_unpacked(loss))
+    with beside(x):
+        rows, lse, _, _ = _forward(_dense_rows(x), target, q, weight, *_unpacked(loss))
     return rows, lse
 
 
@@ -238,7 +240,8 @@ def loss_with_gradient(
         and kernels_apply(x, target.shape[-1] if loss.kind == SPARSE else 0)  # type: ignore[union-attr]
     )
     if early:
-        total = _forward_backward(_dense_rows(x), target, q, weight, *_unpacked(loss))[0]
+        with beside(x):
+            total = _forward_backward(_dense_rows(x), target, q, weight, *_unpacked(loss))[0]
         return total_of(total, loss.mean, x.shape[0])
     return total_of(losses_of(loss, x, target, q, weight)[0], loss.mean)
 
@@ -248,6 +251,14 @@ def total_of(losses: Tensor, mean: bool, rows: Any = None) -> Tensor:
     rows = losses.shape[0] if rows is None else rows
     total = losses.sum() if losses.dim() else losses
     return total * math.nan if mean and is_zero(rows) else total
+
+
+def beside(x: Tensor) -> Any:
+    """A context in which the card of x is the current one, on which Triton launches; a backward
+    has it so already, and so has a compiled program."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def is_zero(size: Any) -> bool:

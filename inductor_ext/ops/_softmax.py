@@ -11,7 +11,7 @@ from torch.library import triton_op
 
 from inductor_ext.compat import under_functorch
 from inductor_ext.ops._cross_entropy import check_dtype
-from inductor_ext.ops._rows import is_zero, kernels_apply
+from inductor_ext.ops._rows import beside, is_zero, kernels_apply
 from inductor_ext.templates import softmax as kernels
 from inductor_ext.templates import softmax_split as split
 
@@ -93,7 +93,8 @@ def _softmax(x: Tensor, dim: int, scale: float, log: bool) -> Tensor:
     rows = last.reshape(-1, last.shape[-1])
     if kernels_apply(rows):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        out = _forward(rows, scale, log)
+        with beside(rows):
+            out = _forward(rows, scale, log)
     else:
         out = _composed(rows, scale, log)
     return out.reshape(last.shape).movedim(-1, dim)

@@ -12,7 +12,7 @@ from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import ops
 from inductor_ext.ops import _linear_cross_entropy as linear
-from inductor_ext.ops import _rows
+from inductor_ext.ops import _rows, _softmax
 
 TILE = Tile(1, 1, 1, 1)
 INF = math.inf
@@ -221,6 +221,48 @@ def test_transforms(kernels):
         torch.testing.assert_close(torch.func.vmap(torch.func.grad(ours))(x), truth)
         truth = torch.func.hessian(theirs)(x[0])
         torch.testing.assert_close(torch.func.hessian(ours)(x[0]), truth)
+
+
+# --- cards ----------------------------------------------------------------------------------------
+
+
+def test_kernels_are_launched_on_the_card_of_their_rows(kernels, monkeypatch):
+    current = []
+
+    @contextlib.contextmanager
+    def beside(x):
+        current.append(x.shape)
+        yield
+        current.pop()
+
+    for module, names in (
+        (_rows, ("_forward", "_forward_backward")),
+        (linear, ("_forward", "_with_gradient")),
+        (_softmax, ("_forward",)),
+    ):
+        monkeypatch.setattr(module, "beside", beside, raising=False)
+        for name in names:
+            own = getattr(module, name)
+            monkeypatch.setattr(
+                module, name, lambda *a, f=own: (launched.append([*current]), f(*a))[1]
+            )
+    launched: list[list[torch.Size]] = []
+    x, target = torch.randn(3, 12), torch.tensor([1, 2, 3])
+    w = torch.randn(12, 12)
+    for grad in (False, True):
+        own = x.clone().requires_grad_(grad)
+        ops.cross_entropy(own, target)
+        ops.linear_cross_entropy(own, w, target)
+        ops.softmax(own)
+    assert launched == [[x.shape]] * 6 and not current
+
+
+def test_the_card_of_rows():
+    class OnCard:
+        is_cuda, device = True, torch.device("cuda", 1)
+
+    assert isinstance(_rows.beside(torch.zeros(1)), contextlib.nullcontext)
+    assert _rows.beside(OnCard()).idx == 1
 
 
 # --- no rows, no columns --------------------------------------------------------------------------
