@@ -105,7 +105,7 @@ def check_options(
         raise ValueError(f"softcap is expected to be a positive number or None, got {softcap}")
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale is expected to be a positive number, got {scale}")
-    if not math.isfinite(z_loss):
+    if not -math.inf < z_loss < math.inf:
         raise ValueError(f"z_loss is expected to be a finite number, got {z_loss}")
 
 

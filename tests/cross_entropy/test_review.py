@@ -141,6 +141,18 @@ def test_statistics_do_not_hang_on_the_number_of_rows(reduction, kernels, monkey
         assert found[3].shape == (2, 1)
 
 
+def test_compiled_with_everything_dynamic(kernels):
+    fn = torch.compile(ops.linear_cross_entropy, dynamic=True, backend="aot_eager", fullgraph=True)
+    w = torch.randn(30, 8, requires_grad=True)
+    for rows in (20, 33):
+        h, target = torch.randn(rows, 8, requires_grad=True), torch.randint(0, 30, (rows,))
+        loss = fn(h, w, target, reduction="none")
+        theirs = F.cross_entropy(F.linear(h, w), target, reduction="none")
+        torch.testing.assert_close(loss, theirs)
+        (dw,), (truth,) = (torch.autograd.grad(own.sum(), w) for own in (loss, theirs))
+        torch.testing.assert_close(dw, truth, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_autocast_changes_nothing(reduction, way):
     tensors, wanted, target = draw()
