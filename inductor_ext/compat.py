@@ -523,4 +523,16 @@ def multiprocessors(device: torch.device) -> int:
 def backward_frees_graph() -> bool:
     """Whether a backward runs, for real and not being traced, that frees its graph behind it."""
     tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return not tracing and not torch._C._autograd._get_current_graph_task_keep_graph()
+    if tracing or under_functorch():
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def under_functorch() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ...) runs, or batched gradients do; not asked
+    while a program is traced, whose transforms Dynamo takes apart."""
+    if torch.compiler.is_compiling():
+        return False
+    # Batched gradients (is_grads_batched) are of an older vmap that is no such interpreter.
+    batched = torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
+    return batched or torch._C._functorch.peek_interpreter_stack() is not None

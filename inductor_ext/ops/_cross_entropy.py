@@ -11,6 +11,7 @@ from torch import Tensor
 from inductor_ext.ops import _rows
 
 REDUCTIONS = ("mean", "sum", "none")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def cross_entropy(
@@ -39,9 +40,10 @@ def cross_entropy(
         logits: [C], [N, C] or [N, C, d1, ...]; fp16, bf16, fp32 or fp64. Where the classes are not
             the last dimension they are brought there, which copies. Rows may have any stride.
         target: class indices, int32 or int64, in the shape of logits without C; or probabilities
-            in the shape of logits, in any floating dtype.
-        weight: [C], of each class; floating.
+            in the shape of logits, in any floating dtype, and without a gradient.
+        weight: [C], of each class; floating, and without a gradient.
         ignore_index: rows with this target are not read, add nothing, and have the gradient 0.
+            Negative beside probabilities, which have no rows to ignore.
         reduction: "mean", "sum" or "none".
         label_smoothing: eps, in [0, 1].
         softcap: c > 0, in units of logits.
@@ -53,22 +55,23 @@ def cross_entropy(
     Returns the loss in the dtype of logits; with "none" in the shape of the rows. Computed in fp32
     (fp64 for fp64), from one read of the logits; the gradient from one read and one write. With
     "mean" and "sum" the gradient of bf16 and fp32 logits is made in the forward, if one is wanted,
-    while a row is on the chip, and kept beside the logits until the backward. The gradient of the
-    target is not computed. Gradients of gradients are composed of torch functions, as is everything
-    on a CPU and in fp64. Deterministic; nothing waits for the card. If no row counts: as in torch,
+    while a row is on the chip, and kept beside the logits until the backward, which raises if the
+    logits were changed in place since. Gradients of gradients are composed of torch functions, as
+    is everything on a CPU, in fp64, and under transforms of ``torch.func`` that are not compiled.
+    Deterministic; nothing waits for the card. If no row counts, or there is none: as in torch,
     "mean" is NaN, "sum" and "none" are 0.
 
     Raises ValueError or TypeError for what does not fit. A target outside [0, C) that is not
     ``ignore_index`` fails an assertion on the device, as in torch.
     """
     check_options(reduction, label_smoothing, softcap, scale, z_loss)
-    _check_tensors(logits, target, weight)
+    _check_tensors(logits, target, weight, ignore_index)
     if logits.dim() == 1:
         by_class, rows_shape = logits[None], ()
     else:
         by_class = logits.movedim(1, -1)
         rows_shape = tuple(by_class.shape[:-1])
-    x = by_class.reshape(-1, by_class.shape[-1])
+    x = by_class.reshape(math.prod(rows_shape), by_class.shape[-1])
     kind, index, probabilities = _rows.INDEX, None, None
     if target.is_floating_point():
         kind = _rows.DENSE
@@ -77,7 +80,7 @@ def cross_entropy(
         if probabilities.stride(1) != 1:
             probabilities = probabilities.contiguous()
     else:
-        index = target.reshape(-1)
+        index = target.reshape(-1).contiguous()  # the kernels know no stride of it
     loss = _rows.Loss(
         kind, ignore_index, label_smoothing, scale, softcap or 0.0, z_loss, reduction == "mean"
     )
@@ -85,7 +88,7 @@ def cross_entropy(
     if reduction != "none" and not return_lse:
         return _rows.loss_with_gradient(loss, x, index, probabilities, weight).to(logits.dtype)
     losses, lse = _rows.losses_of(loss, x, index, probabilities, weight)
-    out = losses.reshape(rows_shape) if reduction == "none" else losses.sum()
+    out = losses.reshape(rows_shape) if reduction == "none" else _rows.total_of(losses, loss.mean)
     out = out.to(logits.dtype)
     return (out, lse.reshape(rows_shape)) if return_lse else out
 
@@ -102,18 +105,24 @@ def check_options(
         raise ValueError(f"softcap is expected to be a positive number or None, got {softcap}")
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale is expected to be a positive number, got {scale}")
-    if not math.isfinite(z_loss):
+    if not -math.inf < z_loss < math.inf:
         raise ValueError(f"z_loss is expected to be a finite number, got {z_loss}")
 
 
-def _check_tensors(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
-    if not logits.is_floating_point():
-        raise TypeError(f"logits are expected to be floating, got {logits.dtype}")
+def _check_tensors(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
+) -> None:
+    check_dtype("logits", logits)
     if logits.dim() == 0:
         raise ValueError("logits are expected to have a dimension of classes, got a scalar")
     classes = logits.shape[0 if logits.dim() == 1 else 1]
     check_placed("target", target, logits)
     if target.is_floating_point():
+        check_constant("target", target)
+        if ignore_index >= 0:
+            raise ValueError(
+                f"ignore_index is expected to be negative beside probabilities, got {ignore_index}"
+            )
         if target.shape != logits.shape:
             raise ValueError(
                 f"probabilities are expected in the shape of logits, {tuple(logits.shape)}, got "
@@ -135,6 +144,7 @@ def check_weight(weight: Tensor | None, classes: Any, like: Tensor) -> None:
     if weight is None:
         return
     check_placed("weight", weight, like)
+    check_constant("weight", weight)
     if not weight.is_floating_point() or weight.dim() != 1 or weight.shape[0] != classes:
         raise ValueError(
             f"weight is expected to be floating of shape ({classes},), got {weight.dtype} of shape "
@@ -146,3 +156,15 @@ def check_placed(name: str, tensor: Tensor, like: Tensor) -> None:
     """Raise unless ``tensor`` is on the device of ``like``."""
     if tensor.device != like.device:
         raise ValueError(f"{name} is expected on {like.device}, got one on {tensor.device}")
+
+
+def check_constant(name: str, tensor: Tensor) -> None:
+    """Raise where a gradient of ``tensor`` is wanted, which would silently be missing."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} is expected without a gradient, got one that requires it")
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raise unless ``tensor`` has a dtype that the operations compute on."""
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name} is expected as fp16, bf16, fp32 or fp64, got {tensor.dtype}")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from inductor_ext.ops import _rows
-from inductor_ext.ops._cross_entropy import REDUCTIONS, check_placed
+from inductor_ext.ops._cross_entropy import (
+    check_constant,
+    check_dtype,
+    check_options,
+    check_placed,
+)
 
 
 def sparse_distillation_loss(
@@ -28,7 +35,9 @@ def sparse_distillation_loss(
     Args:
         logits: [N, V]; fp16, bf16, fp32 or fp64.
         ids: [N, K], int32 or int64, the columns the teacher gives. Repeated ones add up.
-        logprobs: [N, K], floating: the teacher's natural logarithms; -inf is an unused entry.
+        logprobs: [N, K], floating: the teacher's natural logarithms, without a gradient; -inf is an
+            unused entry, whose id may be anything. A row without used entries, and without a target
+            to insert, counts for nothing and is 0.
         target: [N], int32 or int64, or None: the true class. Where it is not among a row's used
             entries it is inserted with ``target_logprob`` before the weights are renormalised;
             where it is ``ignore_index`` the row counts for nothing and is 0.
@@ -45,10 +54,9 @@ def sparse_distillation_loss(
     Raises ValueError or TypeError for what does not fit. Ids or targets outside [0, V) fail an
     assertion on the device.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f'reduction is expected to be "mean", "sum" or "none", got {reduction!r}')
-    if (softcap is not None and softcap <= 0) or scale <= 0:
-        raise ValueError(f"softcap and scale are expected positive, got {softcap} and {scale}")
+    check_options(reduction, 0.0, softcap, scale, 0.0)
+    if not target_logprob < math.inf:
+        raise ValueError(f"target_logprob is expected below infinity, got {target_logprob}")
     _check(logits, ids, logprobs, target)
     columns, used, counts = ids, logprobs.float() > -torch.inf, None
     weights = logprobs.detach().float()
@@ -66,16 +74,18 @@ def sparse_distillation_loss(
     torch._assert_async(
         (inside | ~used).all(), "an id or a target is not in [0, number of columns)"
     )
-    q = torch.where(used & inside, weights, -torch.inf).softmax(1)
+    valid = used & inside
+    # A row without a used entry has NaN weights, which would count as entries at any column.
+    q = torch.where(valid, torch.where(valid, weights, -torch.inf).softmax(1), 0.0)
     if counts is not None:
         q = torch.where(counts[:, None], q, 0.0)
     loss = _rows.Loss(_rows.SPARSE, scale=scale, softcap=softcap or 0.0)
-    columns = columns.contiguous()
+    columns, q = columns.contiguous(), q.contiguous()
     if reduction == "none":
         return _rows.losses_of(loss, logits, columns, q, None)[0].to(logits.dtype)
     if reduction == "mean":
-        number = torch.full_like(q[:1, :1], logits.shape[0]) if counts is None else counts.sum()
-        q = torch.where(q > 0, q / number, 0.0)
+        counts = (q != 0).any(1)
+        q = torch.where(q != 0, q / counts.sum(), 0.0)
     total = _rows.loss_with_gradient(loss, logits, columns, q, None)
     if reduction == "mean" and counts is not None:
         total = torch.where(counts.any(), total, torch.nan)
@@ -83,16 +93,15 @@ def sparse_distillation_loss(
 
 
 def _check(logits: Tensor, ids: Tensor, logprobs: Tensor, target: Tensor | None) -> None:
-    if not logits.is_floating_point() or logits.dim() != 2:
-        raise ValueError(
-            f"logits are expected to be floating [N, V], got {logits.dtype} of shape "
-            f"{tuple(logits.shape)}"
-        )
+    check_dtype("logits", logits)
+    if logits.dim() != 2:
+        raise ValueError(f"logits are expected as [N, V], got {tuple(logits.shape)}")
     for name, tensor in (("ids", ids), ("logprobs", logprobs), ("target", target)):
         if tensor is None:
             continue
         check_placed(name, tensor, logits)
         if name == "logprobs":
+            check_constant(name, tensor)
             if not tensor.is_floating_point() or tensor.shape != ids.shape:
                 raise ValueError(
                     f"logprobs are expected to be floating of shape {tuple(ids.shape)}, got "

@@ -7,10 +7,13 @@ once. Where the kernels do not apply, both are composed of torch functions.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.library import triton_op
 
 from inductor_ext import compat
@@ -31,8 +34,11 @@ def kernels_apply(x: Tensor, entries: Any = 0) -> bool:
 
 
 def shapes_apply(x: Tensor, entries: Any = 0) -> bool:
-    """What the kernels ask of a shape: two columns at least, and columns side by side."""
+    """What the kernels ask besides a card and a dtype: two columns at least, not too many entries
+    in a row, and no transform of torch.func, none of which knows the operations."""
     columns = x.shape[1]
+    if compat.under_functorch():
+        return False
     if isinstance(columns, int) and columns < 2:
         return False
     return not (isinstance(entries, int) and entries > _SPARSE_LIMIT)
@@ -60,7 +66,6 @@ def composed_losses(
         )
     elif loss.kind == SPARSE:
         assert not loss.mean  # the caller has it in q
-        assert target is not None and q is not None
         assert target is not None and q is not None
         entries = (q != 0).any(1)
         counts = entries
@@ -124,15 +129,16 @@ def _forward_backward(
 
 
 def _composed_gradient(loss: Loss, saved: Any, g: Tensor | None, g_lse: Tensor | None) -> Tensor:
-    """The gradient as a differentiable function, for ``create_graph``."""
+    """The gradient as a differentiable function, for ``create_graph`` and under transforms."""
     x, target, q, weight = saved
+    again = torch.is_grad_enabled()
     with torch.enable_grad():
         # A node of its own: differentiating x itself would run through what made it.
         own = x.view_as(x)
         outputs = composed_losses(loss, own, target, q, weight)
         pairs = [(o, d) for o, d in zip(outputs, (g, g_lse), strict=True) if d is not None]
         wanted = [d.to(o.dtype) for o, d in pairs]
-        (dx,) = torch.autograd.grad([o for o, _ in pairs], [own], wanted, create_graph=True)
+        (dx,) = torch.autograd.grad([o for o, _ in pairs], [own], wanted, create_graph=again)
     return dx
 
 
@@ -150,7 +156,7 @@ def _grad_forward(ctx: Any, g: Any, g_lse: Any, *_: Any) -> Any:
     none = (None,) * (3 + len(ctx.options))
     if g is None and g_lse is None:
         return (None, *none)
-    if torch.is_grad_enabled():  # create_graph
+    if torch.is_grad_enabled() or compat.under_functorch():  # create_graph, batched gradients
         loss = _loss(*ctx.options)
         return (_composed_gradient(loss, (x, target, q, weight), g, g_lse), *none)
     if g is None:
@@ -167,11 +173,14 @@ def _setup_fused(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.options = options
     ctx.save_for_backward(x, target, q, weight, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # or the backward is handed a zero gradient of dx, [N, V]
 
 
 def _grad_fused(ctx: Any, g: Any, _: Any) -> Any:
     x, target, q, weight, dx = ctx.saved_tensors
     none = (None,) * (3 + len(ctx.options))
+    if g is None:
+        return (None, *none)
     if torch.is_grad_enabled():  # create_graph
         loss = _loss(*ctx.options)
         rows = g.expand(x.shape[0])
@@ -210,7 +219,8 @@ def losses_of(
     """
     if not kernels_apply(x, target.shape[-1] if loss.kind == SPARSE else 0):  # type: ignore[union-attr]
         return composed_losses(loss, x, target, q, weight)
-    rows, lse, _, _ = _forward(_dense_rows(x), target, q, weight, *_unpacked(loss))
+    with beside(x):
+        rows, lse, _, _ = _forward(_dense_rows(x), target, q, weight, *_unpacked(loss))
     return rows, lse
 
 
@@ -230,8 +240,30 @@ def loss_with_gradient(
         and kernels_apply(x, target.shape[-1] if loss.kind == SPARSE else 0)  # type: ignore[union-attr]
     )
     if early:
-        return _forward_backward(_dense_rows(x), target, q, weight, *_unpacked(loss))[0]
-    return losses_of(loss, x, target, q, weight)[0].sum()
+        with beside(x):
+            total = _forward_backward(_dense_rows(x), target, q, weight, *_unpacked(loss))[0]
+        return total_of(total, loss.mean, x.shape[0])
+    return total_of(losses_of(loss, x, target, q, weight)[0], loss.mean)
+
+
+def total_of(losses: Tensor, mean: bool, rows: Any = None) -> Tensor:
+    """The sum of the losses, of ``rows`` if it is made already; the mean of no rows is NaN."""
+    rows = losses.shape[0] if rows is None else rows
+    total = losses.sum() if losses.dim() else losses
+    return total * math.nan if mean and is_zero(rows) else total
+
+
+def beside(x: Tensor) -> Any:
+    """A context in which the card of x is the current one, on which Triton launches; a backward
+    has it so already, and so has a compiled program."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def is_zero(size: Any) -> bool:
+    """Whether a size is 0; a dynamic one is taken not to be, and nothing is guarded."""
+    return guard_or_false(size == 0)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

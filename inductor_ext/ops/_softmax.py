@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from inductor_ext.ops._rows import kernels_apply
+from inductor_ext.compat import under_functorch
+from inductor_ext.ops._cross_entropy import check_dtype
+from inductor_ext.ops._rows import beside, is_zero, kernels_apply
 from inductor_ext.templates import softmax as kernels
 from inductor_ext.templates import softmax_split as split
 
@@ -39,7 +41,8 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _grad(ctx: Any, g: Any) -> Any:
     (y,) = ctx.saved_tensors
-    if torch.is_grad_enabled():  # create_graph: differentiable by g and, through y, by x
+    if torch.is_grad_enabled() or under_functorch():
+        # For create_graph: differentiable by g and, through y, by x. And for batched gradients.
         wide, g = y.float(), g.float()
         if ctx.log:
             dx = g - wide.exp() * g.sum(-1, keepdim=True)
@@ -58,8 +61,9 @@ def softmax(x: Tensor, dim: int = -1, *, scale: float = 1.0) -> Tensor:
     """``p_j = e^(scale x_j) / sum_k e^(scale x_k)`` along ``dim``.
 
     Args:
-        x: floating, any shape; fp16, bf16 and fp32 on a card have kernels, all else is composed of
-            torch functions. A dimension that is not the last is brought there, which copies.
+        x: fp16, bf16, fp32 or fp64, any shape. All but fp64 have kernels on a card; the rest, and
+            what runs under transforms of ``torch.func`` that are not compiled, is composed of torch
+            functions. A dimension that is not the last is brought there, which copies.
         dim: the dimension that is normalised.
         scale: > 0; the inverse of a temperature.
 
@@ -78,17 +82,19 @@ def log_softmax(x: Tensor, dim: int = -1, *, scale: float = 1.0) -> Tensor:
 
 
 def _softmax(x: Tensor, dim: int, scale: float, log: bool) -> Tensor:
-    if not x.is_floating_point():
-        raise TypeError(f"x is expected to be floating, got {x.dtype}")
+    check_dtype("x", x)
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale is expected to be a positive number, got {scale}")
     if x.dim() == 0 or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is expected in [{-x.dim()}, {x.dim()}), got {dim}")
+    if is_zero(x.numel()):
+        return x.clone()
     last = x.movedim(dim, -1)
     rows = last.reshape(-1, last.shape[-1])
     if kernels_apply(rows):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        out = _forward(rows, scale, log)
+        with beside(rows):
+            out = _forward(rows, scale, log)
     else:
         out = _composed(rows, scale, log)
     return out.reshape(last.shape).movedim(-1, dim)

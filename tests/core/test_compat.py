@@ -439,3 +439,31 @@ def test_whether_a_backward_frees_its_graph():
     y.backward(retain_graph=True)
     y.backward()
     assert seen == [False, True]
+
+
+def test_whether_a_transform_runs():
+    find("torch._C._functorch:peek_interpreter_stack")
+    find("torch._C:_dispatch_tls_is_dispatch_key_included")
+    seen = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.under_functorch())
+        return x.sin()
+
+    fn(torch.ones(2))
+    torch.func.grad(fn)(torch.ones(()))
+    torch.func.vmap(fn)(torch.ones(2))
+    assert seen == [False, True, True]
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return fn(g) * (not compat.backward_frees_graph())
+
+    x = torch.ones((), requires_grad=True)
+    (dx,) = torch.autograd.grad(Probe.apply(x), x, torch.ones(2), is_grads_batched=True)
+    assert seen[3] and (dx != 0).all()
