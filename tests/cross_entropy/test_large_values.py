@@ -70,7 +70,7 @@ def test_the_lowest_value_in_a_row_and_as_target(computed, run):
     assert ours[0].isfinite().all()
 
 
-@pytest.mark.parametrize("first", [1, 40, 299])
+@pytest.mark.parametrize("first", [1, 40, 250])
 @pytest.mark.parametrize(("value", "scale"), [(-1e6, 1.0), (-1e9, 0.7), (-1e30, 1.0)])
 def test_probabilities_with_masked_columns(computed, formula, run, first, value, scale):
     x, target = torch.randn(4, 300), torch.rand(4, 300)
@@ -96,14 +96,20 @@ def test_smoothing_with_masked_columns_of_weight_zero(computed, formula, run, ma
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_common_offset_cancels_in_what_is_linear(computed, formula, run, weighted):
-    """Also where the target is all that a thread sees: 257 columns, 32 threads of 4 each."""
+    """Also where the target is all that a thread sees, and beside masked columns."""
     x, weight = torch.randn(3, 257).mul(8).round() / 8, torch.rand(257) if weighted else None
-    target = torch.tensor([256, 0, 31])
+    target = torch.tensor([256, 1, 31])
     probabilities = torch.randn(3, 257).softmax(-1)
+    probabilities[:, 0] = 0.0
     for offset in (2.0**20, -(2.0**20)):
+        moved = x + offset
         for t, options in ((target, SMOOTHED), (probabilities, {})):
-            ours = computed(x + offset, t, weight, reduction="none", **options)
-            theirs = run(formula, x, t, weight, dtype=torch.float64, reduction="none", **options)
+            if t is probabilities:
+                moved[:, 0] = -1e9
+            ours = computed(moved, t, weight, reduction="none", **options)
+            theirs = run(
+                formula, moved, t, weight, dtype=torch.float64, reduction="none", **options
+            )
             close(ours, theirs)
 
 
@@ -115,11 +121,13 @@ def test_a_target_alone_beside_infinite_columns(computed, run):
     assert (loss == 0).all()
 
 
-@pytest.mark.parametrize("size", [1e-3, 0.1, 5.0, 190.0, 3000.0])
-def test_logits_far_below_a_softcap(computed, formula, run, size):
-    x = torch.rand(3, 300).sub(0.5).mul(2 * size)
+def test_logits_far_below_a_softcap(computed, formula, run):
     target = torch.tensor([0, 5, 299])
-    for softcap, rtol in ((1000.0, 1e-6), (30.0, 1e-5)):
+    for size, softcap, rtol in (
+        (1e-3, 1000.0, 1e-6), (0.1, 1000.0, 1e-6), (5.0, 1000.0, 1e-6), (190.0, 1000.0, 1e-6),
+        (3000.0, 1000.0, 1e-6), (0.1, 30.0, 1e-6), (6.0, 30.0, 1e-5), (100.0, 30.0, 1e-5),
+    ):  # fmt: skip
+        x = torch.rand(3, 300).sub(0.5).mul(2 * size)
         ours = computed(x, target, softcap=softcap, reduction="none")
         theirs = run(formula, x, target, dtype=torch.float64, softcap=softcap, reduction="none")
         torch.testing.assert_close(
