@@ -15,8 +15,14 @@ margin d = log S - z_t,
     lse - z_t = softplus(d)     p_t - 1 = -sigmoid(d)     p_t = sigmoid(-d)
 
 so a confident row keeps a loss and a gradient down to what fp32 can hold, and a common offset of
-the logits cancels in d. The gradient at single columns (the target's, the sparse ones') is
-stored a second time, behind a barrier: the block stores need no comparison per element.
+the logits cancels in d. What of the loss is linear in the logits is summed relative to the running
+maximum s of a row, which moves on the way:
+
+    linear = sum_j q_j (x_j - s)    mass = sum_j q_j    s -> s':  linear += mass (s - s')
+
+so no column's logit is a reference that a mask of -1e9 could make useless. The gradient at single
+columns (the target's, the sparse ones') is stored a second time, behind a barrier: the block stores
+need no comparison per element.
 
 One program per row, or per (row, split). No atomics: the same bits every run. A row whose target
 is ignored, or that has no SPARSE entry, is not swept, so what it holds does not matter; its
@@ -28,7 +34,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .row_softmax import fold, soft_cap
+from .row_softmax import anchor_of, fold, highest, meet, soft_cap
 
 NONE, INDEX, DENSE, SPARSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
@@ -95,7 +101,7 @@ def target_of(
     X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
     KIND: tl.constexpr, CAPPED: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(column of the target, its logit or another reference point of the row, row is skipped).
+    """(column of the target, its logit or -inf, row is skipped).
 
     Skipped is a row whose target is ignored, and one without SPARSE entries.
     """
@@ -107,13 +113,12 @@ def target_of(
         x, _ = soft_cap(tl.load(X + offset + t).to(tl.float32), cap, CAPPED)
         return t.to(tl.int32), x, skipped
     else:
-        x, _ = soft_cap(tl.load(X + offset).to(tl.float32), cap, CAPPED)
         skipped = False
         if KIND == SPARSE:
             k = tl.arange(0, K_BLOCK)
             q = tl.load(Q + row.to(tl.int64) * q_stride + k, mask=k < K, other=0.0)
             skipped = tl.sum((q != 0).to(tl.int32), 0) == 0
-        return -1, x, skipped
+        return -1, -float("inf"), skipped
 
 
 @triton.jit
@@ -133,8 +138,24 @@ def distribution(Q, W, c, inside, eps_of, KIND: tl.constexpr, WEIGHTED: tl.const
 
 
 @triton.jit
+def reference_of(shift, x_t):
+    """What the linear part is relative to: the maximum with the target's logit, of INDEX."""
+    return anchor_of(tl.maximum(shift, x_t))
+
+
+@triton.jit
+def gather(state, x_t, alpha, KIND: tl.constexpr, SMOOTH: tl.constexpr):
+    """(anchor, total, linear, mass) of a row from those of its threads, or of its splits."""
+    shift, total, linear, mass = state
+    anchor, total = meet(shift, total, alpha)
+    if KIND == DENSE or (KIND == INDEX and SMOOTH):
+        linear += mass * (reference_of(shift, x_t) - reference_of(tl.max(shift, 0), x_t))
+    return anchor, total, tl.sum(linear, 0), tl.sum(mass, 0)
+
+
+@triton.jit
 def absorb(
-    x, c0, inside, t, reference, Q, W, state, alpha, cap, eps_of, ROWS: tl.constexpr,
+    x, c0, inside, t, x_t, Q, W, state, alpha, cap, eps_of, ROWS: tl.constexpr,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     THREADS: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -142,30 +163,41 @@ def absorb(
     shift, total, linear, mass = state
     c = c0 + tl.arange(0, ROWS * THREADS * E)
     x, _ = soft_cap(x.to(tl.float32), cap, CAPPED)
-    if KIND == DENSE or (KIND == INDEX and SMOOTH):
-        q = distribution(Q, W, c, inside, eps_of, KIND, WEIGHTED, SMOOTH, MASKED)
-        product = q * (x - reference)
-        if MASKED:
-            product = tl.where(inside, product, 0.0)
-        linear += tl.sum(tl.sum(tl.reshape(product, [ROWS, THREADS, E]), 2), 0)
-        if KIND == DENSE:
-            q = tl.where(inside, q, 0.0) if MASKED else q
-            mass += tl.sum(tl.sum(tl.reshape(q, [ROWS, THREADS, E]), 2), 0)
     if MASKED:
         x = tl.where(inside, x, -float("inf"))
+    if KIND == DENSE or (KIND == INDEX and SMOOTH):
+        top = highest(tl.reshape(x, [ROWS, THREADS, E]))
+        q = distribution(Q, W, c, inside, eps_of, KIND, WEIGHTED, SMOOTH, MASKED)
+        old, new = reference_of(shift, x_t), reference_of(tl.maximum(shift, top), x_t)
+        linear += mass * (old - new)
+        y = tl.reshape(x, [ROWS, THREADS, E]) - new[None, :, None]
+        if KIND == INDEX and not WEIGHTED and not MASKED:
+            mass += ROWS * E
+        else:
+            q = tl.where(inside, q, 0.0) if MASKED else q
+            q = tl.reshape(q, [ROWS, THREADS, E])
+            mass += tl.sum(tl.sum(q, 2), 0)
+            y = q * y
+        if MASKED:
+            y = tl.where(tl.reshape(inside, [ROWS, THREADS, E]), y, 0.0)
+        linear += tl.sum(tl.sum(y, 2), 0)
     if KIND == INDEX:
         # The block that holds the target is one of many: the others compare nothing. The barrier
         # keeps the compiler from turning the branch into comparisons of all of them.
         if (t >= c0) & (t < c0 + ROWS * THREADS * E):
             tl.debug_barrier()
             x = tl.where(c == t, -float("inf"), x)
-    shift, total = fold(tl.reshape(x, [ROWS, THREADS, E]), shift, total, alpha)
+            if SMOOTH:
+                top = highest(tl.reshape(x, [ROWS, THREADS, E]))
+    if KIND != DENSE and not (KIND == INDEX and SMOOTH):
+        top = highest(tl.reshape(x, [ROWS, THREADS, E]))
+    shift, total = fold(tl.reshape(x, [ROWS, THREADS, E]), top, shift, total, alpha)
     return shift, total, linear, mass
 
 
 @triton.jit
 def sweep(
-    X, x_row, head, edges, first, n, t, reference, Q, W, alpha, cap, eps_of,
+    X, x_row, head, edges, first, n, t, x_t, Q, W, alpha, cap, eps_of,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     ALIGNED: tl.constexpr, HELD: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr,
     R: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
@@ -181,7 +213,7 @@ def sweep(
         j = tl.arange(0, THREADS * E)
         edge = tl.load(x_row - head + j, mask=j < edges, other=0.0)
         state = absorb(
-            edge, first - head, j < edges, t, reference, Q, W, state, alpha, cap, eps_of, 1,
+            edge, first - head, j < edges, t, x_t, Q, W, state, alpha, cap, eps_of, 1,
             KIND, WEIGHTED, SMOOTH, CAPPED, THREADS, E, True,
         )  # fmt: skip
     held = ()
@@ -193,7 +225,7 @@ def sweep(
     for k in tl.static_range(HELD):
         at = k * BLOCK + i
         state = absorb(
-            held[k], first + k * BLOCK, at < n, t, reference, Q, W, state, alpha, cap, eps_of, R,
+            held[k], first + k * BLOCK, at < n, t, x_t, Q, W, state, alpha, cap, eps_of, R,
             KIND, WEIGHTED, SMOOTH, CAPPED, THREADS, E, k >= WHOLE,
         )  # fmt: skip
     if STREAM:
@@ -203,13 +235,13 @@ def sweep(
         for c in tl.range(HELD * BLOCK, last, BLOCK, num_stages=STAGES):
             x = tl.load(x_row + c + i, eviction_policy=POLICY)
             state = absorb(
-                x, first + c, True, t, reference, Q, W, state, alpha, cap, eps_of, R,
+                x, first + c, True, t, x_t, Q, W, state, alpha, cap, eps_of, R,
                 KIND, WEIGHTED, SMOOTH, CAPPED, THREADS, E, False,
             )  # fmt: skip
         if last < n:
             tail = tl.load(x_row + last + i, mask=last + i < n, other=0.0, eviction_policy=POLICY)
             state = absorb(
-                tail, first + last, last + i < n, t, reference, Q, W, state, alpha, cap, eps_of,
+                tail, first + last, last + i < n, t, x_t, Q, W, state, alpha, cap, eps_of,
                 R, KIND, WEIGHTED, SMOOTH, CAPPED, THREADS, E, True,
             )  # fmt: skip
     return held, state
@@ -217,7 +249,7 @@ def sweep(
 
 @triton.jit
 def finish(
-    X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, reference, shift, total, linear, mass,
+    X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, shift, total, linear, mass,
     K, scale, alpha, cap, eps_of, z_loss, to_mean,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -225,13 +257,11 @@ def finish(
     """(loss, lse, anchor, total, margin, mass) of a row from its merged statistics."""
     anchor, margin = shift, 0.0
     if KIND == INDEX:
-        d = (tl.log2(total) - tl.fma(x_t, alpha, -anchor)) * LN2
+        d = tl.log2(total) * LN2 - (x_t - anchor) * scale
         ce = tl.where(x_t == float("inf"), float("nan"), softplus(d))  # inf - inf, as in a softmax
-        top = x_t * alpha
         if_others = tl.where(total > 0, anchor, -float("inf"))
-        anchor = tl.maximum(if_others, top)
-        anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
-        total = total * tl.exp2(shift - anchor) + tl.exp2(tl.fma(x_t, alpha, -anchor))
+        anchor = reference_of(if_others, x_t)
+        total = total * tl.exp2((if_others - anchor) * alpha) + tl.exp2((x_t - anchor) * alpha)
         margin = d
         mass = eps_of[0]
         if WEIGHTED:
@@ -239,19 +269,19 @@ def finish(
         loss = mass * ce
         if SMOOTH:
             everyone = tl.load(W_SUM).to(tl.float32)
-            loss += eps_of[1] * (everyone * ce - scale * linear)
+            loss += eps_of[1] * (everyone * tl.log2(total) * LN2 - scale * linear)
             mass += eps_of[1] * everyone
-    log_total = tl.log2(total)
+    log_total = tl.log2(total) * LN2
     if KIND == NONE:
         loss = 0.0
     elif KIND == DENSE:
-        loss = mass * (log_total - tl.fma(reference, alpha, -anchor)) * LN2 - scale * linear
+        loss = mass * log_total - scale * linear
     elif KIND == SPARSE:
         _, q, x_c, _, used = sparse_of(X, T, Q, row, x_stride, q_stride, K, cap, CAPPED, K_BLOCK)
         mass = tl.sum(q, 0)
-        each = (log_total - tl.fma(x_c, alpha, -anchor)) * LN2
+        each = log_total - (x_c - anchor) * scale
         loss = tl.sum(tl.where(used, q * each, 0.0), 0)
-    lse = (anchor + log_total) * LN2
+    lse = anchor * scale + log_total
     return loss * to_mean[0] + z_loss * lse * lse * to_mean[1], lse, anchor, total, margin, mass
 
 
@@ -279,9 +309,9 @@ def sparse_of(X, T, Q, row, x_stride, q_stride, K, cap, CAPPED: tl.constexpr,
 def slope(DX, x, c, inside, Q, W, alpha, anchor, per_exp, per_q, cap, eps_of,
           KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
           MASKED: tl.constexpr):  # fmt: skip
-    """dx at the columns c, single columns left out: ``per_exp 2^(z - anchor) - per_q q``."""
+    """dx at the columns c, single ones left out: ``per_exp 2^((x - anchor) alpha) - per_q q``."""
     x, derivative = soft_cap(x.to(tl.float32), cap, CAPPED)
-    dx = tl.exp2(tl.fma(x, alpha, -anchor)) * per_exp
+    dx = tl.exp2((x - anchor) * alpha) * per_exp
     if KIND == DENSE:
         dx -= per_q * distribution(Q, W, c, inside, eps_of, KIND, WEIGHTED, SMOOTH, MASKED)
     elif KIND == INDEX and SMOOTH:
@@ -357,5 +387,5 @@ def single_slope(
         )
         same = (c[:, None] == c[None, :]) & used[None, :]
         q = tl.sum(tl.where(same, q[None, :], 0.0), 1)
-        dx = tl.exp2(tl.fma(x, alpha, -anchor)) * per_exp - per_q * q
+        dx = tl.exp2((x - anchor) * alpha) * per_exp - per_q * q
         return dx * derivative, used

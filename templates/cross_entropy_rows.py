@@ -13,16 +13,18 @@ import triton.language as tl
 
 from .cross_entropy import (
     INDEX,
+    LN2,
     LOG2E,
     SPARSE,
     denominators,
     finish,
+    gather,
     single_slope,
     sweep,
     target_of,
     write,
 )
-from .row_softmax import meet, row_start
+from .row_softmax import row_start
 
 
 @triton.jit
@@ -76,7 +78,6 @@ def statistics_kernel(
             if not SPLIT:
                 _skip(LOSS, LSE, STATS, COUNTS, rows, row, programs, MEAN, PROGRAMS)
             return
-    reference = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)
     offset, head = row_start(row, x_stride, E, ALIGNED)
     first = head
     edges = tl.minimum(head, columns)  # a row may end before its first boundary
@@ -87,20 +88,18 @@ def statistics_kernel(
         n = tl.minimum(tl.maximum(columns - first, 0), segment)
         edges = tl.where(part == 0, edges, 0)
     _, state = sweep(
-        X, X + offset, head, edges, first, n, t, reference, Q + row.to(tl.int64) * q_stride, W,
+        X, X + offset, head, edges, first, n, t, x_t, Q + row.to(tl.int64) * q_stride, W,
         alpha, cap, eps_of, KIND, WEIGHTED, SMOOTH, CAPPED, ALIGNED, 0, 0, True, R, THREADS, E,
         STAGES, False,
     )  # fmt: skip
-    shift, total, linear, mass = state
-    anchor, total = meet(shift, total)
-    linear, mass = tl.sum(linear, 0), tl.sum(mass, 0)
+    anchor, total, linear, mass = gather(state, x_t, alpha, KIND, SMOOTH)
     if SPLIT:
         # An empty split has the sum 0, whatever its anchor: merged with -inf, it never wins.
         shift = tl.where(total == 0, -float("inf"), anchor)
         _put(PARTIALS, rows * splits, row * splits + part, shift, total, linear, mass)
     else:
         loss, lse, anchor, total, margin, mass = finish(
-            X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, reference, anchor, total, linear,
+            X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, anchor, total, linear,
             mass, K, scale, alpha, cap, eps_of, z_loss,
             denominators(COUNTS, programs, MEAN, PROGRAMS),
             KIND, WEIGHTED, SMOOTH, CAPPED, K_BLOCK,
@@ -134,17 +133,17 @@ def merge_kernel(
         if skipped:
             _skip(LOSS, LSE, STATS, COUNTS, rows, row, programs, MEAN, PROGRAMS)
             return
-    reference = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)
     i = tl.arange(0, SPLITS)
     at = PARTIALS + row * splits + i
     size = rows * splits
     shift = tl.load(at, mask=i < splits, other=-float("inf"))
     total = tl.load(at + size, mask=i < splits, other=0.0)
-    linear = tl.sum(tl.load(at + 2 * size, mask=i < splits, other=0.0), 0)
-    mass = tl.sum(tl.load(at + 3 * size, mask=i < splits, other=0.0), 0)
-    anchor, total = meet(shift, total)
+    linear = tl.load(at + 2 * size, mask=i < splits, other=0.0)
+    mass = tl.load(at + 3 * size, mask=i < splits, other=0.0)
+    state = (shift, total, linear, mass)
+    anchor, total, linear, mass = gather(state, x_t, scale * LOG2E, KIND, SMOOTH)
     loss, lse, anchor, total, margin, mass = finish(
-        X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, reference, anchor, total, linear, mass,
+        X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, anchor, total, linear, mass,
         K, scale, scale * LOG2E, cap, (keep, spread), z_loss,
         denominators(COUNTS, programs, MEAN, PROGRAMS),
         KIND, WEIGHTED, SMOOTH, CAPPED, K_BLOCK,
@@ -219,7 +218,7 @@ def gradient_kernel(
             return
     anchor, total = tl.load(STATS + row), tl.load(STATS + rows + row)
     margin, mass = tl.load(STATS + 2 * rows + row), tl.load(STATS + 3 * rows + row)
-    lse = (anchor + tl.log2(total)) / LOG2E
+    lse = anchor * scale + tl.log2(total) * LN2
     of_ce, of_z = denominators(COUNTS, programs, MEAN, PROGRAMS)
     g = tl.load(G + row.to(tl.int64) * g_stride).to(tl.float32)
     g_lse = 0.0
@@ -294,18 +293,16 @@ def fused_kernel(
             tl.store(LOSS + row, 0.0 * denominators(COUNTS, programs, MEAN, PROGRAMS)[0])
             _zeros(DX, dx_row - head, columns, R * THREADS * E)
             return
-    reference = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)
     q_row = Q + row.to(tl.int64) * q_stride
     held, state = sweep(
-        X, x_row, head, edges, head, n, t, reference, q_row, W, alpha, cap, eps_of,
+        X, x_row, head, edges, head, n, t, x_t, q_row, W, alpha, cap, eps_of,
         KIND, WEIGHTED, SMOOTH, CAPPED, ALIGNED, HELD, WHOLE, STREAM, R, THREADS, E, STAGES, True,
     )  # fmt: skip
-    shift, total, linear, mass = state
-    anchor, total = meet(shift, total)
+    anchor, total, linear, mass = gather(state, x_t, alpha, KIND, SMOOTH)
     of_ce, of_z = denominators(COUNTS, programs, MEAN, PROGRAMS)
     loss, lse, anchor, total, margin, mass = finish(
-        X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, reference, anchor, total,
-        tl.sum(linear, 0), tl.sum(mass, 0), K, scale, alpha, cap, eps_of, z_loss, (of_ce, of_z),
+        X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, anchor, total,
+        linear, mass, K, scale, alpha, cap, eps_of, z_loss, (of_ce, of_z),
         KIND, WEIGHTED, SMOOTH, CAPPED, K_BLOCK,
     )  # fmt: skip
     tl.store(LOSS + row, loss)

@@ -1,10 +1,12 @@
 """Rows of a softmax: statistics in one read, and how rows lie in memory and in registers.
 
-    shift = max_j z_j log2(e)            total = sum_j 2^(z_j log2(e) - shift)
-    lse   = (shift + log2(total)) ln(2)  p_j   = 2^(z_j log2(e) - shift) / total
+    z = scale x    alpha = scale log2(e)
+    shift = max_j x_j                    total = sum_j 2^((x_j - shift) alpha)
+    lse   = scale shift + log(total)     p_j   = 2^((x_j - shift) alpha) / total
 
-shift and total stay apart, so that a common offset of the logits cancels: ``fma(z, log2(e),
--shift)`` is rounded once, after the subtraction.
+shift and total stay apart, and shift is one of the x: subtracted first, a common offset of the
+logits cancels exactly, whatever its size. A product that is rounded before, ``x alpha``, is off by
+half an ulp of itself, which 2^ makes a factor that overflows for x of 1e10.
 
 A block of BLOCK columns is [R, THREADS, E]: E neighbours make one 16-byte access and R E elements
 belong to one thread. Each thread keeps a running maximum and sum of its own, one exp2 per element
@@ -19,20 +21,34 @@ from triton.language.extra import libdevice
 
 
 @triton.jit
-def fold(x, shift, total, alpha):
-    """The block x [R, THREADS, E] into each thread's (shift, total); -inf counts for nothing."""
-    new = tl.maximum(shift, tl.max(tl.max(x, 2), 0) * alpha)
-    anchor = tl.where(new == -float("inf"), 0.0, new)
-    e = tl.exp2(tl.fma(x, alpha, -anchor[None, :, None]))
-    return new, total * tl.exp2(shift - anchor) + tl.sum(tl.sum(e, 2), 0)
+def anchor_of(shift):
+    """What is subtracted: the shift, but nothing where all that was seen is -inf."""
+    return tl.where(shift == -float("inf"), 0.0, shift)
 
 
 @triton.jit
-def meet(shift, total):
-    """(anchor, total) of what the threads, or the splits of a row, have: exact, in any order."""
-    top = tl.max(shift, 0)
-    anchor = tl.where(top == -float("inf"), 0.0, top)
-    return anchor, tl.sum(total * tl.exp2(shift - anchor), 0)
+def highest(x):
+    """Each thread's maximum of the block x [R, THREADS, E]."""
+    return tl.max(tl.max(x, 2), 0)
+
+
+@triton.jit
+def fold(x, top, shift, total, alpha):
+    """The block x [R, THREADS, E], ``highest`` of it top, into each thread's (shift, total).
+
+    -inf counts for nothing.
+    """
+    new = tl.maximum(shift, top)
+    anchor = anchor_of(new)
+    e = tl.exp2((x - anchor[None, :, None]) * alpha)
+    return new, total * tl.exp2((shift - anchor) * alpha) + tl.sum(tl.sum(e, 2), 0)
+
+
+@triton.jit
+def meet(shift, total, alpha):
+    """(anchor, total) of what the threads, or the splits of a row, have: in any order."""
+    anchor = anchor_of(tl.max(shift, 0))
+    return anchor, tl.sum(total * tl.exp2((shift - anchor) * alpha), 0)
 
 
 @triton.jit
@@ -41,9 +57,15 @@ def soft_cap(x, cap, CAPPED: tl.constexpr):
     if CAPPED:
         # tanh u = 1 - 2 r with r = 1 / (1 + e^(2u)); its derivative 4 r (1 - r) does not cancel.
         # The divisor is 1 at least and may be inf: the fast division needs no more care.
-        e = tl.exp2(x * (2.0 * 1.4426950408889634 / cap))
+        u = x * (2.0 * 1.4426950408889634 / cap)
+        e = tl.exp2(u)
         r = libdevice.fast_dividef(tl.full(e.shape, 1.0, tl.float32), 1.0 + e)
-        return cap - 2.0 * cap * r, 4.0 * r * (1.0 - r)
+        # c - 2 c r is off by an ulp of c, which is much where |x/c| is small. Below 0.19 tanh is a
+        # polynomial instead, fitted to 1e-7.
+        u2 = u * u
+        near = tl.fma(x, u2 * tl.fma(u2, 0.00188513, -0.04003417), x)
+        capped = tl.where(u2 < 0.3, near, cap - 2.0 * cap * r)
+        return capped, 4.0 * r * (1.0 - r)
     else:
         return x, 1.0
 

@@ -1,10 +1,10 @@
 """Softmax and log-softmax of rows, forward and backward, a row per program.
 
-    y  = 2^(z - anchor) / total                     y  = (z - anchor - log2(total)) ln(2)
+    y  = 2^((x - anchor) alpha) / total             y  = scale (x - anchor) - log(total)
     dx = scale y (g - sum_j y_j g_j)                dx = scale (g - e^y sum_j g_j)
 
-with z = scale x log2(e); ``row_softmax`` has anchor and total. The first HELD blocks of a row stay
-in registers between its two sweeps; the rest is read again, out of L2. No atomics.
+with alpha = scale log2(e); ``row_softmax`` has anchor and total. The first HELD blocks of a row
+stay in registers between its two sweeps; the rest is read again, out of L2. No atomics.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
-from .row_softmax import fold, meet, row_start
+from .row_softmax import fold, highest, meet, row_start
 
 LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _value(Y, x, alpha, anchor, total, LOG: tl.constexpr):
-    z = tl.fma(x.to(tl.float32), alpha, -anchor)
+def _value(Y, x, scale, anchor, total, LOG: tl.constexpr):
+    x = x.to(tl.float32) - anchor
     if LOG:
-        y = (z - tl.log2(total)) * LN2
+        y = tl.fma(x, scale, tl.log2(total) * -LN2)
     else:
-        y = tl.exp2(z) / total
+        y = tl.exp2(x * (scale * LOG2E)) / total
     return y.to(Y.dtype.element_ty)
 
 
@@ -59,7 +59,8 @@ def softmax_kernel(
     last = HELD * BLOCK + (n - HELD * BLOCK) // BLOCK * BLOCK
     if not ALIGNED:
         edge = tl.load(x_row - head + j, mask=j < edges, other=-float("inf")).to(tl.float32)
-        shift, total = fold(tl.reshape(edge, [1, THREADS, E]), shift, total, alpha)
+        edge_block = tl.reshape(edge, [1, THREADS, E])
+        shift, total = fold(edge_block, highest(edge_block), shift, total, alpha)
     held = ()
     for k in tl.static_range(HELD):
         at = k * BLOCK + i
@@ -69,23 +70,24 @@ def softmax_kernel(
             held = held + (tl.load(x_row + at, mask=at < n, other=-float("inf")),)  # type: ignore[assignment]
     for k in tl.static_range(HELD):
         kept = tl.reshape(held[k].to(tl.float32), [R, THREADS, E])
-        shift, total = fold(kept, shift, total, alpha)
+        shift, total = fold(kept, highest(kept), shift, total, alpha)
     if STREAM:
         for c in tl.range(HELD * BLOCK, last, BLOCK, num_stages=STAGES):
-            x = tl.load(x_row + c + i, eviction_policy="evict_last").to(tl.float32)
-            shift, total = fold(tl.reshape(x, [R, THREADS, E]), shift, total, alpha)
+            x = tl.load(x_row + c + i, eviction_policy="evict_last")
+            block = tl.reshape(x.to(tl.float32), [R, THREADS, E])
+            shift, total = fold(block, highest(block), shift, total, alpha)
         if last < n:
             tail = tl.load(x_row + last + i, mask=last + i < n, other=-float("inf"))
             tail_block = tl.reshape(tail.to(tl.float32), [R, THREADS, E])
-            shift, total = fold(tail_block, shift, total, alpha)
-    anchor, everyone = meet(shift, total)
+            shift, total = fold(tail_block, highest(tail_block), shift, total, alpha)
+    anchor, everyone = meet(shift, total, alpha)
     if not ALIGNED:
         edge = tl.load(x_row - head + j, mask=j < edges, other=0.0).to(tl.float32)
-        y_edge = _value(Y, edge, alpha, anchor, everyone, LOG)
+        y_edge = _value(Y, edge, scale, anchor, everyone, LOG)
         tl.store(y_row - head + j, y_edge, mask=j < edges)
     for k in tl.static_range(HELD):
         at = k * BLOCK + i
-        y_kept = _value(Y, held[k], alpha, anchor, everyone, LOG)
+        y_kept = _value(Y, held[k], scale, anchor, everyone, LOG)
         if k < WHOLE:
             tl.store(y_row + at, y_kept)
         else:
@@ -93,11 +95,11 @@ def softmax_kernel(
     if STREAM:
         for c in tl.range(HELD * BLOCK, last, BLOCK, num_stages=STAGES):
             x = tl.load(x_row + c + i, eviction_policy="evict_first")
-            y = _value(Y, x, alpha, anchor, everyone, LOG)
+            y = _value(Y, x, scale, anchor, everyone, LOG)
             tl.store(y_row + c + i, y, eviction_policy="evict_first")
         if last < n:
             tail = tl.load(x_row + last + i, mask=last + i < n, other=0.0)
-            y_tail = _value(Y, tail, alpha, anchor, everyone, LOG)
+            y_tail = _value(Y, tail, scale, anchor, everyone, LOG)
             tl.store(y_row + last + i, y_tail, mask=last + i < n)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
-from .row_softmax import fold, meet
+from .row_softmax import fold, highest, meet
 from .softmax import LOG2E, _slope, _term, _value
 
 _PROGRAMS = 264  # two for each multiprocessor of an H200
@@ -40,9 +40,10 @@ def statistics_kernel(
     x = tl.load(X + row.to(tl.int64) * x_stride + c, mask=inside, other=-float("inf"))
     x = tl.reshape(x.to(tl.float32), [R, THREADS, E])
     shift = tl.full([THREADS], -float("inf"), tl.float32)
-    shift, total = fold(x, shift, tl.zeros([THREADS], tl.float32), scale * LOG2E)
+    zeros = tl.zeros([THREADS], tl.float32)
+    shift, total = fold(x, highest(x), shift, zeros, scale * LOG2E)
     top = tl.max(shift, 0)
-    _, total = meet(shift, total)
+    _, total = meet(shift, total, scale * LOG2E)
     tl.store(PARTIALS + 2 * (row * splits + part), top)
     tl.store(PARTIALS + 2 * (row * splits + part) + 1, total)
 
@@ -58,9 +59,10 @@ def value_kernel(
     i = tl.arange(0, SPLITS)
     at = PARTIALS + 2 * (row * splits + i)
     shift = tl.load(at, mask=i < splits, other=-float("inf"))
-    anchor, total = meet(shift, tl.load(at + 1, mask=i < splits, other=0.0))
+    total = tl.load(at + 1, mask=i < splits, other=0.0)
+    anchor, total = meet(shift, total, scale * LOG2E)
     x = tl.load(X + row.to(tl.int64) * x_stride + c, mask=inside, other=0.0)
-    y = _value(Y, x, scale * LOG2E, anchor, total, LOG)
+    y = _value(Y, x, scale, anchor, total, LOG)
     tl.store(Y + row.to(tl.int64) * y_stride + c, y, mask=inside)
 
 
