@@ -115,7 +115,8 @@ def consumers_key(node: Any = None) -> str:
 
     parts = []
     for member, name in region.items():
-        behind = sorted({str(user.target) for user in member.users if user not in region})
+        later = {str(user.target) for user in member.users if user not in region}
+        behind = sorted(later & _REDUCTIONS)  # they fuse too, where ranges are measured
         args = told([*member.args, *member.kwargs.items()])
         parts.append(f"{name}={member.target}{args}->{','.join(behind)}")
     return ";".join(parts)
