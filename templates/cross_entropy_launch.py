@@ -13,7 +13,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import cross_entropy, cross_entropy_rows
+from . import cross_entropy, cross_entropy_rows, row_gradient
 
 NONE, INDEX, DENSE, SPARSE = (
     kind.value
@@ -22,6 +22,7 @@ NONE, INDEX, DENSE, SPARSE = (
     )
 )  # fmt: skip
 STATISTICS = cross_entropy.STATISTICS.value
+SAVED = row_gradient.SAVED.value
 
 _FEW = 132  # rows, below which one program per row leaves multiprocessors idle
 _COUNT_BLOCK, _COUNT_PROGRAMS = 1024, 64
@@ -103,6 +104,16 @@ def _block(tile: Tile, elements: int) -> int:
     return tile.r * 32 * tile.warps * elements
 
 
+def _held(tile: Tile, columns: Any, layout: dict[str, Any]) -> dict[str, Any]:
+    """How many blocks of a row registers hold, how many of them whole, and if any are streamed."""
+    if not isinstance(columns, int):
+        return {"HELD": tile.held, "WHOLE": 0, "STREAM": True}
+    block = _block(tile, layout["E"])
+    sure = columns if layout["ALIGNED"] else columns - layout["E"] + 1
+    whole = max(0, min(tile.held, sure // block))
+    return {"HELD": tile.held, "WHOLE": whole, "STREAM": tile.held * block < columns}
+
+
 def _shape_of(tile: Tile) -> dict[str, Any]:
     options = {"R": tile.r, "THREADS": 32 * tile.warps, "STAGES": tile.stages}
     options["num_warps"] = tile.warps
@@ -179,6 +190,14 @@ def forward(
     return losses, lse, stats, counts
 
 
+def _segments(rows: Any, columns: Any, block: int) -> tuple[Any, Any]:
+    """(segments of a row, columns of one): more than one where rows are few and long."""
+    if isinstance(rows, int) and isinstance(columns, int) and rows < _FEW and columns > block:
+        segment = block * max(1, columns * rows // (block * 2 * _FEW))
+        return triton.cdiv(columns, segment), segment
+    return 1, block
+
+
 def _read(
     loss: Loss, x: Any, target: Any, q: Any, weight: Any, counts: Any, losses: Any, lse: Any,
     stats: Any, tile: Tile | None = None,
@@ -187,10 +206,7 @@ def _read(
     tile = tile or read_tile(columns, x.element_size())
     layout = _layout(x)
     block = _block(tile, layout["E"])
-    splits, segment = 1, block
-    if isinstance(rows, int) and isinstance(columns, int) and rows < _FEW and columns > block:
-        segment = block * max(1, columns * rows // (block * 2 * _FEW))
-        splits = triton.cdiv(columns, segment)
+    splits, segment = _segments(rows, columns, block)
     partials = stats
     if splits > 1:
         shape = (STATISTICS, rows, splits)
@@ -262,17 +278,81 @@ def forward_backward(
         dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     tile = tile or fused_tile(columns, x.element_size(), loss.softcap != 0)
     layout = _layout(x, dx)
-    held = {"HELD": tile.held, "WHOLE": 0, "STREAM": True}
-    if isinstance(columns, int):
-        block = _block(tile, layout["E"])
-        sure = columns if layout["ALIGNED"] else columns - layout["E"] + 1
-        held = {"HELD": tile.held, "WHOLE": max(0, min(tile.held, sure // block))}
-        held["STREAM"] = tile.held * block < columns
     pointers, strides = _sides(loss, x, target, q, weight)
     constants = _constants(loss, x, weight, counts, strides[2])
     wrap_triton(cross_entropy_rows.fused_kernel)[(rows,)](
         x, dx, *pointers, counts, losses, rows, columns, x.stride(0), dx.stride(0), *strides,
         loss.ignore_index, counts.shape[1], *_numbers(loss, columns), **constants, **layout,
-        SAME=_same(x, dx), **held, **_shape_of(tile),
+        SAME=_same(x, dx), **_held(tile, columns, layout), **_shape_of(tile),
     )  # fmt: skip
     return losses, dx
+
+
+def rows_and_gradient(
+    x: torch.Tensor, target: torch.Tensor, a0: torch.Tensor, a1: torch.Tensor | None,
+    b: torch.Tensor, c: torch.Tensor | None, scale: float, softcap: float,
+    tile: Tile | None = None, dx: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(peak, total, below, picked, dx) of ``row_gradient``: one read of x from memory, one write.
+
+    x [N, V] with unit stride along V; a0, a1, b, c contiguous fp32 [N], None for zeros: without c
+    ``below`` is not computed and has no elements. ``picked`` [N] is z at the target, or 0. ``dx``,
+    if given, is written and may be x itself. A given ``tile`` keeps few rows in one program each.
+    """
+    rows, columns = x.shape
+    below, *others = (
+        torch.empty(0 if n == 0 and c is None else rows, dtype=torch.float32, device=x.device)
+        for n in range(4)
+    )
+    peak, total, picked = others
+    results = peak, total, below, picked
+    z, smooth = a1 is not None, c is not None
+    factors = [x if f is None else f for f in (a0, a1, b, c)]
+    flags = {"SMOOTH": smooth, "CAPPED": softcap != 0}
+    numbers = [scale, softcap or 1.0]
+    split = rows < _FEW and dx is None and tile is None
+    if dx is None:
+        dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return *results, dx
+    layout = _layout(x, dx)
+    if split:
+        _split(x, dx, target, factors, results, numbers, {"Z": z, **flags})
+        return *results, dx
+    tile = tile or fused_tile(columns, x.element_size(), softcap != 0)
+    wrap_triton(row_gradient.rows_kernel)[(rows,)](
+        x, dx, target, *factors, *results, columns, x.stride(0), dx.stride(0), target.stride(0),
+        *numbers, Z=z, **flags, **layout, SAME=_same(x, dx), **_held(tile, columns, layout),
+        **_shape_of(tile),
+    )  # fmt: skip
+    return *results, dx
+
+
+def _split(
+    x: torch.Tensor, dx: torch.Tensor, target: torch.Tensor, factors: list[torch.Tensor],
+    results: tuple[torch.Tensor, ...], numbers: list[float], flags: dict[str, bool],
+) -> None:  # fmt: skip
+    """``rows_and_gradient`` of few rows, several programs to each: two reads."""
+    rows, columns = x.shape
+    tile, layout = read_tile(columns, x.element_size()), _layout(x)
+    splits, segment = _segments(rows, columns, _block(tile, layout["E"]))
+    partials = torch.empty((STATISTICS, rows, splits), dtype=torch.float32, device=x.device)
+    saved = torch.empty((SAVED, rows), dtype=torch.float32, device=x.device)
+    of_statistics = {k: flags[k] for k in ("SMOOTH", "CAPPED")}
+    sizes = [rows, columns, x.stride(0), target.stride(0), splits]
+    wrap_triton(row_gradient.segments_kernel)[(rows * splits,)](
+        x, target, partials, *sizes, segment, *numbers, **of_statistics, **layout,
+        **_shape_of(tile),
+    )  # fmt: skip
+    wrap_triton(row_gradient.join_kernel)[(rows,)](
+        x, target, partials, saved, *results, *sizes, *numbers, **of_statistics,
+        SPLITS=triton.next_power_of_2(splits), num_warps=1,
+    )  # fmt: skip
+    tile, layout = gradient_tile(columns, x.element_size()), _layout(x, dx)
+    chunk = 2 * _block(tile, layout["E"])
+    chunks = triton.cdiv(columns, chunk)
+    wrap_triton(row_gradient.spread_kernel)[(rows * chunks,)](
+        x, dx, target, *factors, saved, rows, columns, x.stride(0), dx.stride(0),
+        target.stride(0), chunks, chunk, *numbers, **flags, **layout, SAME=_same(x, dx),
+        **_shape_of(tile),
+    )  # fmt: skip
