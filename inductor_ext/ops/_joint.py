@@ -22,6 +22,7 @@ from torch import Tensor
 from inductor_ext.ops import _composed as composed
 from inductor_ext.ops import _rows
 from inductor_ext.templates import cross_entropy_launch as launch
+from inductor_ext.templates import scaling
 
 
 @torch.library.custom_op("inductor_ext::rows_and_gradient", mutates_args=())
@@ -65,6 +66,45 @@ def _(
     _check(x, target, (a0, a1, b, c), scale, softcap)
     peak, total, below = (x.new_empty(n, dtype=a0.dtype) for n in _sizes(x, c))
     return peak, total, below, x.new_empty(x.shape)
+
+
+@torch.library.custom_op("inductor_ext::scaled_gradient", mutates_args=())
+def scaled_gradient(made: Tensor, g: Tensor) -> Tensor:
+    """``made g``, in made's dtype and new memory, for a gradient made for g = 1; g has one element.
+
+    Computed in fp32 (fp64 for fp64) and rounded once: bit for bit ``made`` where g is 1. Compiled
+    it is ``lowerings.scaled_gradient``, which works in place where nobody can see that.
+    """
+    _check_scale(made, g)
+    wide = composed.wide(made)
+    return (wide * g.reshape(()).to(wide.dtype)).to(made.dtype)
+
+
+@scaled_gradient.register_fake
+def _(made: Tensor, g: Tensor) -> Tensor:
+    _check_scale(made, g)
+    return torch.empty_like(made)
+
+
+@torch.library.custom_op("inductor_ext::scale_gradient_", mutates_args=("made",))
+def scale_gradient_(made: Tensor, g: Tensor) -> None:
+    """``scaled_gradient`` into dense ``made``: on a card a kernel that moves nothing if g is 1."""
+    _check_scale(made, g)
+    if _rows.launch_applies(made) and made.dtype != torch.float64:
+        with _rows.beside(made):
+            scaling.scale_in_place(made, g)
+    else:
+        made.copy_(scaled_gradient(made, g))
+
+
+@scale_gradient_.register_fake
+def _(made: Tensor, g: Tensor) -> None:
+    _check_scale(made, g)
+
+
+def _check_scale(made: Tensor, g: Tensor) -> None:
+    if g.dim() and tuple(g.shape) != (1,) * g.dim():
+        raise ValueError(f"g is expected to have one element, got {tuple(g.shape)}")
 
 
 def _sizes(x: Tensor, c: Tensor | None) -> tuple[int, int, int]:
