@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from inductor_ext.ops import _joint
 from torch._functorch import config as functorch_config
 
 import inductor_ext
+from inductor_ext.ops import _joint
 from inductor_ext.testing import compile_for, run_interpreted
 
 IN_PLACE = "torch.ops.inductor_ext.scale_gradient_.default"
