@@ -124,8 +124,9 @@ def linear_rows_and_gradient(
     _check((h.shape[0], w.shape[0]), h.dtype, target, (a0, a1, b, c), scale, softcap)
 
     def visit(part: slice, x: Tensor) -> tuple[Tensor, ...]:
-        rows: list[Any] = [None if t is None else t[part] for t in (target, a0, a1, b, c)]
-        return _of_rows(x, *rows, scale, softcap, dx=x)[:4]
+        a1_own, c_own = (None if f is None else f[part] for f in (a1, c))
+        own = target[part], a0[part], a1_own, b[part], c_own
+        return _of_rows(x, *own, scale, softcap, dx=x)[:4]
 
     chunks, gradients = by_chunks(h, w, bias, wanted, memory, visit)
     peak, total, below, picked = (torch.cat(rows) for rows in zip(*chunks, strict=True))
