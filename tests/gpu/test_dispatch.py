@@ -248,7 +248,7 @@ def relu_mm(a, b):
     return torch.relu(a @ b)
 
 
-def test_max_autotune_measures_the_ranges_of_a_dynamic_site(judge):
+def test_max_autotune_measures_the_ranges_of_a_dynamic_site(judge, own_caches):
     b = (torch.randn(4096, 32, device="cuda") / 64).to(BF16)
 
     def compiled_for(rows):
@@ -276,7 +276,7 @@ def test_max_autotune_measures_the_ranges_of_a_dynamic_site(judge):
 # --- plans ----------------------------------------------------------------------------------------
 
 
-def test_what_is_tuned_is_compiled_without_measuring(judge, monkeypatch, tmp_path):
+def test_what_is_tuned_is_compiled_without_measuring(judge, own_caches, monkeypatch, tmp_path):
     a = torch.randn(16, 4096, device="cuda").to(BF16)
     b = (torch.randn(4096, 32, device="cuda") / 64).to(BF16)
     plan = inductor_ext.tune(relu_mm, a, b, dims={"a.0": (1, 64)}, progress=False, max_ranges=3)
