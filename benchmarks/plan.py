@@ -31,7 +31,7 @@ class Target:
     name: str
     k: int
     n: int
-    scored: bool = True  # fp32 scores and a bias, as in a router; else fp32 results
+    score: str = "sigmoid"  # a router's scores and its bias in fp32; "" for fp32 results
     dtype: str = "bfloat16"
 
     def program(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -42,21 +42,26 @@ class Target:
         w = torch.randn(self.n, self.k, device=DEVICE)
         bias = torch.randn(self.n, device=DEVICE) * 0.01
 
-        def router(x: Any, w: Any, bias: Any) -> Any:
+        def sigmoid(x: Any, w: Any, bias: Any) -> Any:
             return (x @ w.t()).float().sigmoid() + bias
+
+        def softmax(x: Any, w: Any, bias: Any) -> Any:
+            return (x @ w.t()).float().softmax(-1) + bias
 
         def projection(x: Any, w: Any, bias: Any) -> Any:
             return (x @ w.t()).float()
 
-        return router if self.scored else projection, (x.to(dtype), w.to(dtype), bias)
+        fn = {"sigmoid": sigmoid, "softmax": softmax, "": projection}[self.score]
+        return fn, (x.to(dtype), w.to(dtype), bias)
 
 
 TARGETS = (
     Target("router of 256 experts, hidden 7168", 7168, 256),
-    Target("mHC projection, 4 streams of 7168", 28672, 24, scored=False),
+    Target("mHC projection, 4 streams of 7168", 28672, 24, score=""),
     Target("router of 384 experts, hidden 7168", 7168, 384),
     Target("router of 128 experts, hidden 4096", 4096, 128),
-    Target("mHC projection, 4 streams of 4096", 16384, 24, scored=False),
+    Target("mHC projection, 4 streams of 4096", 16384, 24, score=""),
+    Target("softmax router of 256 experts, hidden 7168", 7168, 256, score="softmax"),
     Target("router of 16 experts, hidden 5120", 5120, 16),
     Target("router of 128 experts, hidden 2880", 2880, 128),
     Target("router of 8 experts, hidden 4096", 4096, 8),

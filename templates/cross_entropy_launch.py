@@ -148,9 +148,8 @@ def _constants(loss: Loss, x: Any, weight: Any, counts: Any, k: Any) -> dict[str
     }
 
 
-def _numbers(loss: Loss, columns: Any) -> list[float]:
-    keep = 1.0 - loss.smoothing
-    return [loss.scale, loss.softcap or 1.0, keep, loss.smoothing / columns, loss.z_loss]
+def _numbers(loss: Loss) -> list[float]:
+    return [loss.scale, loss.softcap or 1.0, 1.0 - loss.smoothing, loss.smoothing, loss.z_loss]
 
 
 def count_programs(rows: Any) -> int:
@@ -216,11 +215,11 @@ def _read(
     sizes = [rows, columns, x.stride(0), *strides, loss.ignore_index, counts.shape[1], splits]
     wrap_triton(cross_entropy_rows.statistics_kernel)[(rows * splits,)](
         x, *pointers, counts, losses, lse, stats, partials, *sizes, segment,
-        *_numbers(loss, columns), **constants, SPLIT=splits > 1, **layout, **_shape_of(tile),
+        *_numbers(loss), **constants, SPLIT=splits > 1, **layout, **_shape_of(tile),
     )  # fmt: skip
     if splits > 1:
         wrap_triton(cross_entropy_rows.merge_kernel)[(rows,)](
-            x, *pointers, counts, losses, lse, stats, partials, *sizes, *_numbers(loss, columns),
+            x, *pointers, counts, losses, lse, stats, partials, *sizes, *_numbers(loss),
             **constants, SPLITS=triton.next_power_of_2(splits), num_warps=1,
         )  # fmt: skip
 
@@ -250,7 +249,7 @@ def backward(
         x, dx, *pointers, counts, stats, g, x if g_lse is None else g_lse,
         rows, columns, x.stride(0), dx.stride(0), strides[0], strides[1], g.stride(0),
         0 if g_lse is None else g_lse.stride(0), strides[2], loss.ignore_index, counts.shape[1],
-        chunks, chunk, *_numbers(loss, columns), **constants, WITH_G_LSE=g_lse is not None,
+        chunks, chunk, *_numbers(loss), **constants, WITH_G_LSE=g_lse is not None,
         **layout, SAME=_same(x, dx), **_shape_of(tile),
     )  # fmt: skip
     return dx
@@ -282,7 +281,7 @@ def forward_backward(
     constants = _constants(loss, x, weight, counts, strides[2])
     wrap_triton(cross_entropy_rows.fused_kernel)[(rows,)](
         x, dx, *pointers, counts, losses, rows, columns, x.stride(0), dx.stride(0), *strides,
-        loss.ignore_index, counts.shape[1], *_numbers(loss, columns), **constants, **layout,
+        loss.ignore_index, counts.shape[1], *_numbers(loss), **constants, **layout,
         SAME=_same(x, dx), **_held(tile, columns, layout), **_shape_of(tile),
     )  # fmt: skip
     return losses, dx

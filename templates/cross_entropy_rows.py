@@ -48,7 +48,7 @@ def _skip(LOSS, LSE, STATS, COUNTS, rows, row, programs, MEAN: tl.constexpr,
 def statistics_kernel(
     X, T, Q, W, W_SUM, COUNTS, LOSS, LSE, STATS, PARTIALS,
     rows, columns, x_stride, t_stride, q_stride, K, ignore_index, programs, splits, segment,
-    scale, cap, keep, spread, z_loss,
+    scale, cap, keep, smoothing, z_loss,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     MEAN: tl.constexpr, PROGRAMS: tl.constexpr, K_BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, THREADS: tl.constexpr,
@@ -60,7 +60,7 @@ def statistics_kernel(
         tl.cast(cap, tl.float32),
         tl.cast(z_loss, tl.float32),
     )
-    keep, spread = tl.cast(keep, tl.float32), tl.cast(spread, tl.float32)
+    keep, spread = tl.cast(keep, tl.float32), tl.cast(smoothing, tl.float32) / columns
     columns = columns // COLUMNS_OF * COLUMNS_OF  # what masks are made of, by its divisor
     alpha = scale * LOG2E
     eps_of = (keep, spread)
@@ -113,7 +113,7 @@ def statistics_kernel(
 def merge_kernel(
     X, T, Q, W, W_SUM, COUNTS, LOSS, LSE, STATS, PARTIALS,
     rows, columns, x_stride, t_stride, q_stride, K, ignore_index, programs, splits,
-    scale, cap, keep, spread, z_loss,
+    scale, cap, keep, smoothing, z_loss,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     MEAN: tl.constexpr, PROGRAMS: tl.constexpr, K_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def merge_kernel(
         tl.cast(cap, tl.float32),
         tl.cast(z_loss, tl.float32),
     )
-    keep, spread = tl.cast(keep, tl.float32), tl.cast(spread, tl.float32)
+    keep, spread = tl.cast(keep, tl.float32), tl.cast(smoothing, tl.float32) / columns
     row = tl.program_id(0)
     t, x_t, skipped = target_of(
         X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
@@ -177,7 +177,7 @@ def _zeros(DX, at, n, BLOCK: tl.constexpr):
 def gradient_kernel(
     X, DX, T, Q, W, W_SUM, COUNTS, STATS, G, G_LSE,
     rows, columns, x_stride, dx_stride, t_stride, q_stride, g_stride, g_lse_stride, K,
-    ignore_index, programs, chunks, chunk, scale, cap, keep, spread, z_loss,
+    ignore_index, programs, chunks, chunk, scale, cap, keep, smoothing, z_loss,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     MEAN: tl.constexpr, WITH_G_LSE: tl.constexpr, PROGRAMS: tl.constexpr, K_BLOCK: tl.constexpr,
     COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, R: tl.constexpr,
@@ -189,7 +189,7 @@ def gradient_kernel(
         tl.cast(cap, tl.float32),
         tl.cast(z_loss, tl.float32),
     )
-    keep, spread = tl.cast(keep, tl.float32), tl.cast(spread, tl.float32)
+    keep, spread = tl.cast(keep, tl.float32), tl.cast(smoothing, tl.float32) / columns
     columns = columns // COLUMNS_OF * COLUMNS_OF  # what masks are made of, by its divisor
     chunk = chunk // (R * THREADS * E) * (R * THREADS * E)
     alpha = scale * LOG2E
@@ -256,7 +256,7 @@ def gradient_kernel(
 def fused_kernel(
     X, DX, T, Q, W, W_SUM, COUNTS, LOSS,
     rows, columns, x_stride, dx_stride, t_stride, q_stride, K, ignore_index, programs,
-    scale, cap, keep, spread, z_loss,
+    scale, cap, keep, smoothing, z_loss,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     MEAN: tl.constexpr, PROGRAMS: tl.constexpr, K_BLOCK: tl.constexpr, COLUMNS_OF: tl.constexpr,
     ALIGNED: tl.constexpr, SAME: tl.constexpr, HELD: tl.constexpr, WHOLE: tl.constexpr,
@@ -269,7 +269,7 @@ def fused_kernel(
         tl.cast(cap, tl.float32),
         tl.cast(z_loss, tl.float32),
     )
-    keep, spread = tl.cast(keep, tl.float32), tl.cast(spread, tl.float32)
+    keep, spread = tl.cast(keep, tl.float32), tl.cast(smoothing, tl.float32) / columns
     columns = columns // COLUMNS_OF * COLUMNS_OF  # what masks are made of, by its divisor
     alpha = scale * LOG2E
     eps_of = (keep, spread)

@@ -1,5 +1,7 @@
 """Autograd around the operations: kept graphs, several uses, second gradients, torch.compile."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,13 +122,19 @@ def test_dimensions(shape, probabilities, on_cpu, with_tile):
 
 
 @pytest.mark.codegen
-def test_compiled_for_any_number_of_rows():
+@pytest.mark.parametrize("classes", [{}, {1: (16, 4096)}])
+def test_compiled_for_any_number_of_rows(classes):
     x, target = torch.randn(40, 300, requires_grad=True), torch.randint(0, 300, (40,))
-    dynamic = {0: {0: (8, 1000)}, 1: {0: (8, 1000)}}
+    dynamic = {0: {0: (8, 1000), **classes}, 1: {0: (8, 1000)}}
     fn = lambda x, t: ops.cross_entropy(x, t, label_smoothing=0.1)  # noqa: E731
     code = compile_for("h200", fn, x, target, grad=True, dynamic=dynamic)
     names = [k.name.rpartition("_")[0] for k in code.kernels if k.kind == "user"]
     assert names == ["count_kernel", "statistics_kernel", "gradient_kernel"]
+    # A fraction of a size would be handed over where the launcher expects an integer.
+    launches = re.findall(r"(?:statistics|gradient)_kernel\w*\.run\((.*)\)", code.source)
+    assert len(launches) == 2 and not any("sym_float" in arguments for arguments in launches), (
+        launches
+    )
     assert all(binary.spills == 0 for binary in code.cross_compile())
     x, target = torch.randn(33, 300, requires_grad=True), torch.randint(0, 300, (33,))
     loss, gradients = run_interpreted(code, x, target, grad_outputs=[torch.tensor(2.0)])

@@ -179,3 +179,14 @@ def clean_setting():
     torch.set_float32_matmul_precision(precision)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+@pytest.fixture
+def own_caches(clean_setting):
+    """Caches of its own for a test that measures: without any, each program is compiled twice, and
+    not ahead of its turn."""
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache(), config.patch(force_disable_caches=False):
+        yield

@@ -57,7 +57,8 @@ def judged(fn, reference, x, *others, poison, repeats=3, **options):
     found = run(fn)
     for _ in range(repeats - 1):
         poison()
-        assert all(map(torch.equal, found, run(fn)))
+        for before, again in zip(found, run(fn), strict=True):  # a mean of no rows is NaN
+            torch.testing.assert_close(again, before, rtol=0, atol=0, equal_nan=True)
     truth, eager = run(reference, torch.float64), run(reference)
     for name, got, exact, baseline in zip(("result", "dx"), found, truth, eager, strict=True):
         verdict = measure.check(got, exact, baseline)
@@ -285,6 +286,6 @@ def test_compiled(fn):
         own = x[:rows].clone().requires_grad_()
         twin = x[:rows].clone().requires_grad_()
         with torch._dynamo.config.patch(error_on_recompile=rows != 300):
-            compiled(own, target[:rows]).backward()
+            compiled(own, target[:rows].clone()).backward()
         calls[fn](twin, target[:rows]).backward()
         torch.testing.assert_close(own.grad, twin.grad, rtol=2e-2, atol=1e-5)

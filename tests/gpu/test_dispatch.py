@@ -241,14 +241,42 @@ def test_package_with_a_dynamic_dimension_runs_without_the_plugin(check_package)
     check_package(BUILD, LOAD)
 
 
-# --- plans ----------------------------------------------------------------------------------------
+# --- max-autotune ---------------------------------------------------------------------------------
 
 
 def relu_mm(a, b):
     return torch.relu(a @ b)
 
 
-def test_what_is_tuned_is_compiled_without_measuring(judge, monkeypatch, tmp_path):
+def test_max_autotune_measures_the_ranges_of_a_dynamic_site(judge, own_caches):
+    b = (torch.randn(4096, 32, device="cuda") / 64).to(BF16)
+
+    def compiled_for(rows):
+        torch._dynamo.reset()
+        x = torch.randn(rows, 4096, device="cuda").to(BF16)
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=256)
+        program = torch.compile(relu_mm, mode="max-autotune-no-cudagraphs")
+        with report.collect() as decisions:
+            program(x, b)
+        return program, decisions[0]
+
+    program, decision = compiled_for(16)
+    assert decision.fired and decision.source == "measured", decision
+    times = {c.name: c.us for c in decision.candidates}
+    assert times["stock"] and all(times[r.chosen] for r in decision.ranges), decision
+    for rows in sorted({2, 3, 16, 64, 256, *around_edges(decision.ranges)}):
+        x = torch.randn(rows, 4096, device="cuda").to(BF16)
+        judge(relu_mm, (x, b), program(x, b))
+    _, again = compiled_for(64)  # remembered
+    assert [(r.lo, r.hi, r.chosen) for r in again.ranges] == [
+        (r.lo, r.hi, r.chosen) for r in decision.ranges
+    ]
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def test_what_is_tuned_is_compiled_without_measuring(judge, own_caches, monkeypatch, tmp_path):
     a = torch.randn(16, 4096, device="cuda").to(BF16)
     b = (torch.randn(4096, 32, device="cuda") / 64).to(BF16)
     plan = inductor_ext.tune(relu_mm, a, b, dims={"a.0": (1, 64)}, progress=False, max_ranges=3)

@@ -15,10 +15,11 @@ FILES = sorted(Path(plans.__file__).parent.glob("*.json"))
 
 def product_of(entry):
     """An mm of bf16 with the layout of a Linear's weight, and the entry's static sizes."""
-    assert (entry.key.op, entry.key.dtype, entry.key.layout) == ("mm", "bfloat16", "row,column")
+    assert (entry.key.dtype, entry.key.layout) == ("bfloat16", "row,column")
     sizes = dict(entry.key.sizes)
     x, w = (torch.empty(r, sizes["k"], dtype=torch.bfloat16) for r in (64, sizes["n"]))
-    return (lambda x, w: torch.relu(x @ w.t())), (x, w)
+    score = {"mm": torch.relu, "mm+row_reduction": lambda z: z.float().softmax(-1)}[entry.key.op]
+    return (lambda x, w: score(x @ w.t())), (x, w)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -42,7 +43,7 @@ def test_every_choice_is_emitted(path):
         fn, args = product_of(entry)
         code = compile_for(path.stem, fn, *args, dynamic={0: {0: (2, 16384)}})
         (decision,) = code.decisions
-        found = {(r.lo, r.hi): r.chosen for r in decision.ranges}
-        for box in entry.boxes:
+        for box in entry.boxes:  # neighbours of one choice are one range
             ((_, (lo, hi)),) = box.bounds
-            assert found.get((max(lo, 2), hi)) == box.choice, (box, found)
+            found = {r.chosen for r in decision.ranges if r.lo <= hi and r.hi >= max(lo, 2)}
+            assert found == ({box.choice} if hi >= 2 else set()), (box, decision.ranges)
