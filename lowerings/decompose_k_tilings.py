@@ -237,7 +237,7 @@ def pick(names: Sequence[str], rowwise: bool, fma_along_k: bool) -> tuple[str, s
     took 13.0 us so, the library 8.1 (benchmarks/NOTES.md).
     """
     rows = next((name for name in names if name.endswith("_rowwise")), None)
-    if names[0].startswith("dot_") and not rowwise:
+    if names[0].startswith("dot_"):
         return names[0], "few rows: one program per column of B, no split"
     if fma_along_k:
         return "stock", "fp32 weights contiguous along K: the library is faster"
