@@ -388,6 +388,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--columns", type=known, default=list(COLUMNS), help="comma-separated")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
     add("--quick", action="store_true", help=f"{len(QUICK_TOKENS)} sizes a suite, fewer repeats")
+    add("--tokens", type=common.names_of(map(str, TOKENS)), help="comma-separated; default: all")
     add("--budget-seconds", type=float, help="stop between sizes before this is used up")
     add("--prewarm", type=int, default=0, metavar="N", help="compile ahead in N processes")
     add("--merge", nargs="+", type=Path, metavar="CSV", help="join the files of earlier runs")
@@ -401,6 +402,8 @@ def main() -> None:
     budget = common.Budget(args.budget_seconds)
     suites = list(SUITES) if args.suite == "all" else [args.suite]
     cases = ordered(suites, args.quick)
+    if args.tokens:
+        cases = [case for case in cases if case.name in args.tokens]
     if args.list:
         for case in cases:
             print(case.suite, case.name)

@@ -30,6 +30,51 @@ def slice_of(X, row, x_stride, i, inside, E: tl.constexpr):
 
 
 @triton.jit
+def publish(
+    x, first, inside, row, t, x_t, PARTIALS, ARRIVED, part, alpha, cap,
+    PARTS: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, R: tl.constexpr,
+    THREADS: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """The statistics of the slice x of a row, for the row's other programs to see."""
+    zeros = tl.zeros([THREADS], tl.float32)
+    state = (tl.full([THREADS], -float("inf"), tl.float32), zeros, zeros, zeros)
+    state = absorb(
+        x, first, inside, t, x_t, x, x, state, alpha, cap, (1.0, 1.0), R,
+        INDEX, False, SMOOTH, CAPPED, THREADS, E, True,
+    )  # fmt: skip
+    anchor, total, linear, mass = gather(state, x_t, alpha, INDEX, SMOOTH)
+    at = PARTIALS + row.to(tl.int64) * 4 * PARTS + part
+    tl.store(at, tl.where(total == 0, -float("inf"), anchor))
+    tl.store(at + PARTS, total)
+    if SMOOTH:
+        tl.store(at + 2 * PARTS, linear)
+        tl.store(at + 3 * PARTS, mass)
+    tl.debug_barrier()  # what every thread has stored comes before the count
+    tl.atomic_add(ARRIVED + row, 1, sem="release")
+
+
+@triton.jit
+def merged(
+    row, x_t, PARTIALS, ARRIVED, scale, alpha,
+    PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """``complete`` of a row once all its slices are published."""
+    arrived = tl.atomic_add(ARRIVED + row, 0, sem="acquire")
+    while arrived < PARTS:
+        arrived = tl.atomic_add(ARRIVED + row, 0, sem="acquire")
+    p = tl.arange(0, PARTS_BLOCK)
+    at = PARTIALS + row.to(tl.int64) * 4 * PARTS + p
+    shift = tl.load(at, mask=p < PARTS, other=-float("inf"), cache_modifier=".cg")
+    total = tl.load(at + PARTS, mask=p < PARTS, other=0.0, cache_modifier=".cg")
+    linear, mass = tl.zeros([PARTS_BLOCK], tl.float32), tl.zeros([PARTS_BLOCK], tl.float32)
+    if SMOOTH:
+        linear = tl.load(at + 2 * PARTS, mask=p < PARTS, other=0.0, cache_modifier=".cg")
+        mass = tl.load(at + 3 * PARTS, mask=p < PARTS, other=0.0, cache_modifier=".cg")
+    anchor, total, linear, _ = gather((shift, total, linear, mass), x_t, alpha, INDEX, SMOOTH)
+    return complete(x_t, anchor, total, linear, scale, alpha, SMOOTH)
+
+
+@triton.jit
 def group_kernel(
     X, DX, T, A0, A1, B, C, PEAK, TOTAL, BELOW, PICKED, MARGIN, PARTIALS, ARRIVED,
     rows, columns, x_stride, dx_stride, t_stride, groups, scale, cap,
@@ -44,48 +89,32 @@ def group_kernel(
     first = part * SLICE
     i = first + tl.arange(0, SLICE)
     inside = i < columns
-    p = tl.arange(0, PARTS_BLOCK)
-    zeros = tl.zeros([THREADS], tl.float32)
-    x = slice_of(X, group, x_stride, i, inside & (group < rows), E)
+    # Two rows are under way: while one's slices are waited for, the next one's are published, and
+    # the one after is on its way from memory.
+    row = group
+    x = slice_of(X, row, x_stride, i, inside, E)
+    t, x_t = own_of(X, T, row, x_stride, t_stride, columns, cap, CAPPED)
+    after = tl.minimum(row + groups, rows - 1)
+    x_after = slice_of(X, after, x_stride, i, inside, E)
+    t_after, x_t_after = own_of(X, T, after, x_stride, t_stride, columns, cap, CAPPED)
+    publish(x, first, inside, row, t, x_t, PARTIALS, ARRIVED, part, alpha, cap,
+            PARTS, SMOOTH, CAPPED, R, THREADS, E)  # fmt: skip
     for k in range(tl.cdiv(rows - group, groups)):
         row = group + k * groups
-        t, x_t = own_of(X, T, row, x_stride, t_stride, columns, cap, CAPPED)
-        state = (tl.full([THREADS], -float("inf"), tl.float32), zeros, zeros, zeros)
-        state = absorb(
-            x, first, inside, t, x_t, X, X, state, alpha, cap, (1.0, 1.0), R,
-            INDEX, False, SMOOTH, CAPPED, THREADS, E, True,
-        )  # fmt: skip
-        anchor, total, linear, mass = gather(state, x_t, alpha, INDEX, SMOOTH)
-        at = PARTIALS + row.to(tl.int64) * 4 * PARTS + part
-        tl.store(at, tl.where(total == 0, -float("inf"), anchor))
-        tl.store(at + PARTS, total)
-        if SMOOTH:
-            tl.store(at + 2 * PARTS, linear)
-            tl.store(at + 3 * PARTS, mass)
-        tl.debug_barrier()
-        tl.atomic_add(ARRIVED + row, 1, sem="release")
-        ahead = row + groups
-        following = slice_of(X, ahead, x_stride, i, inside & (ahead < rows), E)
-        arrived = tl.atomic_add(ARRIVED + row, 0, sem="acquire")
-        while arrived < PARTS:
-            arrived = tl.atomic_add(ARRIVED + row, 0, sem="acquire")
-        at = PARTIALS + row.to(tl.int64) * 4 * PARTS + p
-        shift = tl.load(at, mask=p < PARTS, other=-float("inf"), cache_modifier=".cg")
-        total = tl.load(at + PARTS, mask=p < PARTS, other=0.0, cache_modifier=".cg")
-        linear = tl.zeros([PARTS_BLOCK], tl.float32)
-        mass = tl.zeros([PARTS_BLOCK], tl.float32)
-        if SMOOTH:
-            linear = tl.load(at + 2 * PARTS, mask=p < PARTS, other=0.0, cache_modifier=".cg")
-            mass = tl.load(at + 3 * PARTS, mask=p < PARTS, other=0.0, cache_modifier=".cg")
-        anchor, total, linear, _ = gather((shift, total, linear, mass), x_t, alpha, INDEX, SMOOTH)
-        peak, total, below, anchor, margin = complete(
-            x_t, anchor, total, linear, scale, alpha, SMOOTH
+        a0, a1, b, c, used = factors_of(A0, A1, B, C, row, Z, SMOOTH)
+        later = tl.minimum(row + 2 * groups, rows - 1)
+        x_later = slice_of(X, later, x_stride, i, inside & (row + 2 * groups < rows), E)
+        t_later, x_t_later = own_of(X, T, later, x_stride, t_stride, columns, cap, CAPPED)
+        if row + groups < rows:
+            publish(x_after, first, inside, row + groups, t_after, x_t_after, PARTIALS, ARRIVED,
+                    part, alpha, cap, PARTS, SMOOTH, CAPPED, R, THREADS, E)  # fmt: skip
+        peak, total, below, anchor, margin = merged(
+            row, x_t, PARTIALS, ARRIVED, scale, alpha, PARTS, PARTS_BLOCK, SMOOTH
         )
         if part == 0:
             picked = tl.where(t >= 0, x_t * scale, 0.0)
             put_rows(PEAK, TOTAL, BELOW, PICKED, row, peak, total, below, picked, SMOOTH)
             tl.store(MARGIN + row, margin)
-        a0, a1, b, c, used = factors_of(A0, A1, B, C, row, Z, SMOOTH)
         to = DX + tl.multiple_of(row.to(tl.int64) * dx_stride, E)
         if used:
             per_exp, per_p = slopes_of(a0, a1, b, anchor, total, scale)
@@ -101,4 +130,5 @@ def group_kernel(
             tl.store(to + t, single.to(DX.dtype.element_ty), mask=here)
         else:
             tl.store(to + i, tl.zeros([SLICE], DX.dtype.element_ty), mask=inside)
-        x = following
+        x, t, x_t = x_after, t_after, x_t_after
+        x_after, t_after, x_t_after = x_later, t_later, x_t_later
