@@ -189,9 +189,16 @@ def share(graph: Any, group: list[Core]) -> None:
     missing = editor.call(aten.ne.Tensor, peak, peak)
     total = editor.call(aten.where.self, missing, peak, total)
 
+    put_pair(editor, group, peak, total)
+
+
+def put_pair(editor: Editor, group: list[Core], peak: Any, total: Any) -> None:
+    """Put a maximum and a sum, in the shape of the logits with one entry along the row, in place of
+    those of a group with equal logits."""
+
     def put(node: Any, new: Any) -> None:
-        if value(node).dim() < value(x).dim():
-            new = editor.call(aten.squeeze.dim, new, dim)
+        if value(node).dim() < value(core.x).dim():
+            new = editor.call(aten.squeeze.dim, new, core.dim)
         node.replace_all_uses_with(editor.to(new, value(node).dtype))
 
     for core in group:
@@ -202,7 +209,7 @@ def share(graph: Any, group: list[Core]) -> None:
             infinite = editor.call(aten.eq.Scalar, editor.call(aten.abs.default, peak), torch.inf)
             new = editor.call(aten.where.self, infinite, editor.call(aten.exp.default, peak), total)
         put(core.total, new)
-    erase_unused(graph, [node for core in group for node in (core.total, core.peak)])
+    erase_unused(editor.graph, [node for core in group for node in (core.total, core.peak)])
 
 
 def is_long(x: Any, dim: int) -> bool:
