@@ -4,15 +4,17 @@ In a joint graph, where forward and backward are one, the gradient of cross entr
 ignored rows, smoothing, z-loss, softcap, scale, in any spelling) is the incoming number g times
 something that is known while a row of logits is on the card. So one operation reads the logits once
 and writes that; the backward multiplies it by g, which moves nothing where g is 1. Stock reads the
-logits twice more.
+logits twice more. Where nothing but the loss reads the logits of a linear layer, they are not even
+kept whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from inductor_ext.lowerings import loss_gradient
+from inductor_ext.lowerings import linear_loss, loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
 from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, site, why_not
 
@@ -24,10 +26,10 @@ from inductor_ext import choosing, compat, editing, registry, report
 from inductor_ext.editing import value
 
 aten = torch.ops.aten
-NAME = "fused_loss"
+NAME, LINEAR = "fused_loss", "linear_cross_entropy"
 
 
-def losses(graph: Any) -> list[list[Core]]:
+def _losses(graph: Any) -> list[list[Core]]:
     """The groups of softmaxes with equal logits that may be those of a loss."""
     if not graph.find_nodes(op="call_function", target=aten.exp.default):
         return []
@@ -41,77 +43,90 @@ def losses(graph: Any) -> list[list[Core]]:
     return list(groups.values())
 
 
-def why_left(group: list[Core]) -> str | None:
-    """A reason why logits can't be a site."""
+def _check_logits(group: list[Core]) -> None:
+    """Raise where logits can't be a site."""
     x, dim = group[0].x, group[0].dim
     reason = why_not(x, dim)
     if reason is not None:
-        return reason
+        raise NoForm(reason)
     if dim != value(x).dim() - 1:
-        return "the classes are not the last dimension"
-    if any(compat.may_be_recomputed(n) for c in group for n in (c.peak, c.total)):
-        return "activation checkpointing computes it again in the backward"
-    return None
+        raise NoForm("the classes are not the last dimension")
+    if any(compat.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
+        raise NoForm("activation checkpointing computes it again in the backward")
 
 
-def why_not_gradient(gradient: Gradient) -> str | None:
-    """A reason to leave a gradient of the form."""
-    dtype = value(gradient.x).dtype
-    if dtype == torch.float16:
-        return "an fp16 gradient may underflow before the scale of the loss reaches it"
+def _check_gradient(gradient: Gradient) -> None:
+    """Raise where a gradient of the form is left."""
+    if value(gradient.x).dtype == torch.float16:
+        raise NoForm("an fp16 gradient may underflow before the scale of the loss reaches it")
     if compat.may_be_recomputed(gradient.x):
-        return "activation checkpointing computes its logits again in the backward"
-    return None
+        raise NoForm("activation checkpointing computes its logits again in the backward")
 
 
-def _emit(gradient: Gradient) -> None:
+def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> bool:
+    """The gradient of logits in memory."""
+    if not loss_gradient.rows_of(gradient.x):
+        raise NoForm("the logits are not rows of one memory")
     emitter = loss_gradient.Emitter(gradient, picks=False)
     target, factors = emitter.ready()
     x, columns = gradient.x, value(gradient.x).shape[-1]
     if value(x).dim() != 2:
-        x = emitter.editor.call(aten.view.default, x, gradient.forms.sizes([-1, columns]))
-    peak, total, below, dx = emitter.operation(
-        torch.ops.inductor_ext.rows_and_gradient.default,
-        x,
-        target,
-        *factors,
-        gradient.scale,
-        gradient.softcap,
-    )
+        x = emitter.editor.call(aten.view.default, x, [-1, columns])
+    scales = gradient.scale, gradient.softcap
+    op = torch.ops.inductor_ext.rows_and_gradient.default
+    peak, total, below, dx = emitter.operation(op, x, target, *factors, *scales)
     emitter.statistics(peak, total, below)
     emitter.scaled(dx, gradient.node)
     emitter.done([gradient.node])
+    return True
 
 
-def rewrite(graph: Any) -> None:
-    """The pass over a joint graph."""
-    for group in losses(graph):
+def _emit_linear(gradient: Gradient, numbers: editing.Numbers) -> bool:
+    """The gradients of a linear layer, where the logits come out of one."""
+    if not linear_loss.is_linear(gradient.x):
+        return False
+    linear_loss.emit(gradient, linear_loss.match(gradient, numbers))
+    return True
+
+
+def _rewrite(
+    graph: Any, name: str, emit: Callable[[Gradient, editing.Numbers], bool], chosen: str, why: str
+) -> None:
+    """Rewrite what losses of a joint graph ``emit`` takes, and report on each."""
+    for group in _losses(graph):
         here = site(group[0].x, group[0].dim, "loss")
-        reason = why_left(group)
-        if reason is None:
+        numbers = editing.Numbers(graph)
+        try:
+            _check_logits(group)
+            gradient = loss_gradient.find(graph, numbers, group)
+            if gradient is None:
+                continue
             try:
-                gradient = loss_gradient.find(graph, editing.Numbers(graph), group)
-                if gradient is None:
-                    continue
-                reason = why_not_gradient(gradient)
-                if reason is None and not loss_gradient.rows_of(gradient.x):
-                    reason = "the logits are not rows of one memory"
-                if reason is None:
-                    _emit(gradient)
-                else:
-                    gradient.forms.editor.drop_unused()
-            except NoForm as why:
-                reason = str(why)
-        if reason is not None:
-            choosing.leave(NAME, here, reason)
-            continue
-        why = "its gradient is made where the logits are read"
-        report.record(report.Decision(NAME, True, "one sweep", why, here, source="heuristic"))
+                _check_gradient(gradient)
+                emitted = emit(gradient, numbers)
+            finally:
+                gradient.forms.editor.drop_unused()
+        except NoForm as reason:
+            choosing.leave(name, here, str(reason))
+        else:
+            if emitted:
+                report.record(report.Decision(name, True, chosen, why, here, source="heuristic"))
     editing.check(graph)
 
 
+def rewrite_linear(graph: Any) -> None:
+    """The pass that takes linear layers in front of a loss, before the other."""
+    _rewrite(graph, LINEAR, _emit_linear, "chunks", "its logits are made a chunk at a time")
+
+
+def rewrite(graph: Any) -> None:
+    """The pass that takes logits in memory."""
+    why = "its gradient is made where the logits are read"
+    _rewrite(graph, NAME, _emit_rows, "one sweep", why)
+
+
+_UNTIMED = "the default, until it has been timed on a card"
 registry.register(
-    registry.Lowering(
-        NAME, passes={"traced_joint": rewrite}, off="the default, until it has been timed on a card"
-    )
+    registry.Lowering(LINEAR, passes={"traced_joint": rewrite_linear}, off=_UNTIMED)
 )
+registry.register(registry.Lowering(NAME, passes={"traced_joint": rewrite}, off=_UNTIMED))

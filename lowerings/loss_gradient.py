@@ -101,14 +101,15 @@ def _whole(forms: Forms) -> Any:
     if len(ends) > 1:
         raise NoForm("several gradients are made of its probabilities")
     (end,) = ends
-    for user in _behind_views(end):
+    for user in behind_views(end):
         if matching.is_pointwise(user):
             forms.form(user)
             raise NoForm(f"{user} reads its gradient again")
     return end
 
 
-def _behind_views(node: Any) -> list[Any]:
+def behind_views(node: Any) -> list[Any]:
+    """What uses a node, or views of it."""
     found, stack = [], [node]
     while stack:
         for user in stack.pop().users:
@@ -208,7 +209,9 @@ class Emitter:
         self.gradient, self.forms = gradient, gradient.forms
         self.editor = gradient.forms.editor
         self.graph = gradient.forms.graph
-        self.folds = [*gradient.sums, *(gradient.picks if picks else ())]
+        folds = [*gradient.sums, *(gradient.picks if picks else ())]
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        self.folds = sorted(folds, key=lambda fold: order[fold[0]])
 
     def ready(self) -> tuple[Any, list[Any]]:
         """(target, [a0, a1, b, c]) for the rows of ``x``, in front of the first softmax; a1 and c
@@ -287,10 +290,9 @@ class Emitter:
             and value(node).numel()
         }  # fmt: skip
         shape = forms.sizes(row_shape(forms.z, value(forms.z).dim() - 1))
+        put_pair(editor, forms.group, *(forms.shaped(rows[name], shape) for name in ("m", "s")))
         for node, form in self.folds:
             self._fold(node, form, rows)
-        pair = [forms.shaped(rows[name], shape) for name in ("m", "s")]
-        put_pair(editor, forms.group, *pair)
         editing.erase_unused(self.graph, [node for node, _ in self.folds])
 
     def _fold(self, node: Any, form: Form, rows: dict[str, Any]) -> None:
@@ -329,12 +331,14 @@ class Emitter:
     def _log(self, total: Any) -> Any:
         return self.editor.call(aten.log.default, total)
 
-    def scaled(self, made: Any, node: Any) -> None:
-        """Put what was made for an incoming gradient of 1 in place of a node."""
+    def scaled(self, made: Any, node: Any, transposed: bool = False) -> None:
+        """Put what was made for an incoming gradient of 1, or its transpose, in place of a node."""
         editor, forms = self.editor, self.forms
         editor.before(node)
         scaled = editor.call(torch.ops.inductor_ext.scaled_gradient.default, made, forms.tangent)
-        if not same_shape(value(made).shape, value(node).shape):
+        if transposed:
+            scaled = editor.call(aten.permute.default, scaled, [1, 0])
+        if not same_shape(value(scaled).shape, value(node).shape):
             scaled = forms.shaped(scaled, forms.sizes(value(node).shape))
         node.replace_all_uses_with(editor.to(scaled, value(node).dtype))
 

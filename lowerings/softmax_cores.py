@@ -196,9 +196,11 @@ def put_pair(editor: Editor, group: list[Core], peak: Any, total: Any) -> None:
     """Put a maximum and a sum, in the shape of the logits with one entry along the row, in place of
     those of a group with equal logits."""
 
+    x, dim = group[0].x, group[0].dim
+
     def put(node: Any, new: Any) -> None:
-        if value(node).dim() < value(core.x).dim():
-            new = editor.call(aten.squeeze.dim, new, core.dim)
+        if value(node).dim() < value(x).dim():
+            new = editor.call(aten.squeeze.dim, new, dim)
         node.replace_all_uses_with(editor.to(new, value(node).dtype))
 
     for core in group:
