@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from inductor_ext.lowerings import linear_loss, loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
+from inductor_ext.lowerings.loss_rows import key_of, levels_of
 from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, site, why_not
 
 # Registered on import: what a cache holds calls them, without a pass that has run.
@@ -39,18 +40,20 @@ def _losses(graph: Any) -> list[list[Core]]:
     groups: dict[Any, list[Core]] = {}
     for core in cores(graph, numbers):
         if is_long(core.x, core.dim):
-            groups.setdefault((core.x, core.dim), []).append(core)
+            last = core.dim == value(core.x).dim() - 1
+            key = key_of(levels_of(core.x, numbers), numbers) if last else core.x
+            groups.setdefault((key, last), []).append(core)
     return list(groups.values())
 
 
 def _check_logits(group: list[Core]) -> None:
     """Raise where logits can't be a site."""
     x, dim = group[0].x, group[0].dim
+    if dim != value(x).dim() - 1:
+        raise NoForm("the classes are not the last dimension")
     reason = why_not(x, dim)
     if reason is not None:
         raise NoForm(reason)
-    if dim != value(x).dim() - 1:
-        raise NoForm("the classes are not the last dimension")
     if any(compat.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
         raise NoForm("activation checkpointing computes it again in the backward")
 

@@ -29,6 +29,7 @@ from inductor_ext.lowerings.loss_rows import (
     NoForm,
     RowValues,
     bounds,
+    key_of,
     levels_of,
 )
 from inductor_ext.lowerings.softmax_cores import Core, constant
@@ -38,7 +39,11 @@ from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-ONE, Z, P, HOT, BELOW, PICKED = "1", "z", "p", "target", "below", "picked"
+# Along the row: 1, z, p, 1 in the target's column, z in the target's column.
+ONE, Z, P, HOT, ENTRY = "1", "z", "p", "target", "entry"
+# Of the row: the sum of z - m, that times 0 (NaN with an infinite z), z - m at the target. So an
+# offset of the logits cancels before anything is multiplied.
+BELOW, NOTHING, PICKED = "below", "nothing", "picked"
 _ADD = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
 _WHERE = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
 MEANS = {aten.mean.dim, aten.mean.default}
@@ -84,6 +89,7 @@ class Forms(RowValues):
         z = group[0].x
         super().__init__(graph, numbers, editor, z, levels_of(z, numbers))
         self.group = group
+        self._key = key_of(self.levels, numbers)
         self.peaks = {numbers.of(core.peak) for core in group}
         self.totals = {numbers.of(core.total) for core in group}
         self.index: Any = None
@@ -142,7 +148,7 @@ class Forms(RowValues):
         first = self.numbers.of(node)
         if not kind:
             raise NoForm(f"{name_of(node)} has another shape")
-        if first is self.z:
+        if (kind, level) == ("whole", 0) and self.is_known(node) and self._is_z(first):
             return {Term(Z): 1}
         if first in self.peaks:
             return {Term(m=1): 1}
@@ -163,6 +169,9 @@ class Forms(RowValues):
         if len(found) > _TERMS:
             raise NoForm("it has too many terms")
         return found
+
+    def _is_z(self, node: Any) -> bool:
+        return node is self.z or key_of(levels_of(node, self.numbers), self.numbers) == self._key
 
     def _incoming(self, node: Any, kind: str) -> Form:
         if kind != "one":
@@ -259,11 +268,16 @@ class Forms(RowValues):
     def _times(self, a: Form, b: Form) -> Form:
         product: Form = {}
         for (ta, ca), (tb, cb) in ((x, y) for x in a.items() for y in b.items()):
-            if ONE not in (ta.factor, tb.factor) or (ta.damped and tb.damped):
+            factors = {ta.factor, tb.factor} - {ONE}
+            if factors == {HOT, Z}:
+                factors = {ENTRY}
+            if (P in factors and ONE not in (ta.factor, tb.factor)) or len(factors) > 1:
                 raise NoForm("it is not linear in the probabilities")
+            if (ta.damped and tb.damped) or factors == {Z} and ta.factor == tb.factor:
+                raise NoForm("it is not linear in the logits")
             if ta.g + tb.g > 1:
                 raise NoForm("it is not linear in the gradient that comes in")
-            factor = tb.factor if ta.factor == ONE else ta.factor
+            (factor,) = factors or {ONE}
             powers = (x + y for x, y in zip(ta[2:], tb[2:], strict=True))
             term = Term(factor, ta.damped or tb.damped, *powers)
             product = self._plus(product, {term: self.mul(ca, cb)}, 1)
@@ -294,7 +308,7 @@ class Forms(RowValues):
         tensor = value(node)
         if tensor.dtype == torch.bool:
             return {Term(HOT): 1} if self._compares(node) else None
-        return of(node) if tensor.dtype in NARROW else None
+        return of(node) if tensor.dtype in (*NARROW, torch.int64, torch.int32) else None
 
     def _where(self, node: Any, of: Callable[[Any], Form], kind: str) -> Form | None:
         condition, yes, no = node.args
@@ -390,8 +404,14 @@ class Forms(RowValues):
                     term._replace(factor=BELOW): c,
                     term._replace(factor=ONE, m=term.m + 1): self.mul(c, columns),
                 }
+            elif term.factor == ENTRY:
+                part = {
+                    term._replace(factor=PICKED): c,
+                    term._replace(factor=ONE, m=term.m + 1): self.mul(c, self.once()),
+                    Term(NOTHING): 1,
+                }
             else:
-                by = {ONE: columns, P: 1}[term.factor] if term.factor != HOT else self._inside()
+                by = {ONE: columns, P: 1}[term.factor] if term.factor != HOT else self.once()
                 part = {term._replace(factor=ONE): self.mul(c, by)}
             total = self._plus(total, part, 1)
         if mean:
@@ -403,12 +423,15 @@ class Forms(RowValues):
             return self.columns
         raise NoForm("the length of the row is symbolic")
 
-    def _inside(self) -> Any:
-        """1 where the target is a column, else 0."""
+    def once(self) -> Any:
+        """How often the target is a column, 1 or 0."""
+        return self.factor(self.inside())
+
+    def inside(self) -> Any:
+        """Whether the target is a column, flat."""
         call, index = self.editor.call, self.flat(self.index)
         first, last = call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, self._columns())
-        inside = call(aten.logical_and.default, first, last)
-        return call(prims.convert_element_type.default, inside, torch.float32)
+        return call(aten.logical_and.default, first, last)
 
     def _picked(self, node: Any) -> Form | None:
         """The target's entry of each row: a gather, or an index that counts the rows."""
@@ -421,8 +444,10 @@ class Forms(RowValues):
             raise NoForm("the target's probability is not known without a sweep")
         total: Form = {}
         for term, c in form.items():
-            factor = {Z: PICKED, HOT: ONE, ONE: ONE}[term.factor]
-            total = self._plus(total, {term._replace(factor=factor): c}, 1)
+            part = {term._replace(factor=ONE): c}
+            if term.factor in (Z, ENTRY):
+                part = {term._replace(factor=PICKED): c, term._replace(factor=ONE, m=term.m + 1): c}
+            total = self._plus(total, part, 1)
         return total
 
     def _index_of(self, node: Any) -> Any:

@@ -16,6 +16,7 @@ from inductor_ext.lowerings.loss_forms import (
     BELOW,
     HOT,
     MEANS,
+    NOTHING,
     ONE,
     PICKED,
     PICKS,
@@ -28,12 +29,13 @@ from inductor_ext.lowerings.loss_forms import (
     reduced,
 )
 from inductor_ext.lowerings.loss_rows import VIEWS, NoForm, is_contiguous
-from inductor_ext.lowerings.softmax_cores import Core, put_pair, row_shape
+from inductor_ext.lowerings.softmax_cores import Core, put_pair, replaced, row_shape
 
 from inductor_ext import compat, editing, matching
 from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten = torch.ops.aten
+_OF_ROW = (BELOW, NOTHING, PICKED)
 
 
 @dataclasses.dataclass
@@ -178,9 +180,15 @@ def _look_at_forward(gradient: Gradient) -> None:
                 where = gradient.sums
         except NoForm:
             continue
-        of_logits = any(t.factor in (BELOW, PICKED) for t in form)
-        if of_logits and not any(_is_conditional(forms, c) for c in form.values()):
+        of_logits = any(t.factor != ONE for t in form)
+        if of_logits and all(map(_is_of_row, form)) and not any(_is_conditional(forms, c) for c in form.values()):
             where.append((node, form))
+
+
+def _is_of_row(term: Term) -> bool:
+    """Whether a term is the row's statistics."""
+    alone = term.factor == ONE or term == Term(term.factor)
+    return alone and term.factor in (ONE, *_OF_ROW) and not (term.damped or term.g or term.s)
 
 
 def _is_conditional(forms: Forms, c: Any) -> bool:
@@ -217,7 +225,9 @@ class Emitter:
         """(target, [a0, a1, b, c]) for the rows of ``x``, in front of the first softmax; a1 and c
         None where they are 0. Raises NoForm where they are not known there."""
         gradient, forms, level = self.gradient, self.forms, self.gradient.level
-        needs_below = any(t.factor == BELOW for _, form in gradient.sums for t in form)
+        needs_below = any(
+            t.factor in (BELOW, NOTHING) for _, form in gradient.sums for t in form
+        )
         factors: list[Any] = []
         for name in ("a0", "a1", "b", "c"):
             factor = getattr(gradient, name)
@@ -236,7 +246,10 @@ class Emitter:
             )
         else:
             index = forms.lift(forms.shaped(forms.index, [-1]), level, -1)
-        self._move([n for n in (index, *factors) if n is not None])
+        used = [c for _, form in self.folds for c in form.values()]
+        if any(t.factor == PICKED for _, form in self.folds for t in form):
+            used.append(forms.inside())
+        self._move([n for n in (index, *factors, *used) if isinstance(n, torch.fx.Node)])
         return index, factors
 
     def _first(self) -> Any:
@@ -284,37 +297,37 @@ class Emitter:
     def statistics(self, peak: Any, total: Any, below: Any, picked: Any = None) -> None:
         """Put them in place of the softmaxes' own and of what the forward sums and picks."""
         gradient, forms, editor = self.gradient, self.forms, self.editor
-        outer = {"m": peak, "s": total, BELOW: below, PICKED: picked}
+        outer = {"m": peak, "s": total, "z": picked, BELOW: below}
         rows = {
             name: forms.lower(node, gradient.level) for name, node in outer.items() if node is not None
             and value(node).numel()
         }  # fmt: skip
-        shape = forms.sizes(row_shape(forms.z, value(forms.z).dim() - 1))
-        put_pair(editor, forms.group, *(forms.shaped(rows[name], shape) for name in ("m", "s")))
+        for x in dict.fromkeys(core.x for core in forms.group):  # in several shapes, maybe
+            shape = forms.sizes(row_shape(x, -1))
+            pair = [forms.shaped(rows[name], shape) for name in ("m", "s")]
+            put_pair(editor, [core for core in forms.group if core.x is x], *pair)
         for node, form in self.folds:
+            editor.before(node)
+            if Term(PICKED) in form:
+                rows[PICKED] = self._above(rows["m"], rows.get("z") or self._pick())
+            if BELOW in rows:
+                rows[NOTHING] = forms.mul(rows[BELOW], 0.0)
             self._fold(node, form, rows)
-        editing.erase_unused(self.graph, [node for node, _ in self.folds])
+        folded = [node for node, _ in self.folds]
+        editing.erase_unused(self.graph, [*replaced(forms.group), *folded])
 
     def _fold(self, node: Any, form: Form, rows: dict[str, Any]) -> None:
         """A sum over rows of logits, or an entry of each, by the rows' statistics."""
         forms, editor = self.forms, self.editor
-        editor.before(node)
         form = dict(form)
         total: Any = 0
-        for factor in (PICKED, BELOW):
-            c = form.pop(Term(factor), 0)
-            if isinstance(c, torch.fx.Node) or c:
-                entry = rows[factor]
-                if factor == PICKED and _opposite(forms, form.get(Term(m=1)), c):
-                    del form[Term(m=1)]  # an offset of the logits cancels before it is scaled
-                    entry = editor.call(aten.sub.Tensor, entry, rows["m"])
-                total = forms.add(total, forms.mul(entry, c))
+        for factor in _OF_ROW:
+            if Term(factor) in form:
+                total = forms.add(total, forms.mul(rows[factor], form.pop(Term(factor))))
         for term, c in form.items():
             for name, power in (("m", term.m), ("l", term.l)):
                 for _ in range(power):
                     c = forms.mul(rows["m"] if name == "m" else self._log(rows["s"]), c)
-            if term.factor != ONE or term.s or term.g:
-                raise AssertionError(f"{term} has no value of the row")
             total = forms.add(total, c)
         shape = list(value(node).shape)
         total = forms.spread(total)
@@ -327,6 +340,20 @@ class Emitter:
                 total = editor.call(overload, total, others)
         total = forms.shaped(total, forms.sizes(shape))
         node.replace_all_uses_with(editor.to(total, value(node).dtype))
+
+    def _above(self, peak: Any, picked: Any) -> Any:
+        """z - m at the target, 0 where it is no column."""
+        above = self.editor.call(aten.sub.Tensor, picked, peak)
+        return self.editor.call(aten.where.ScalarOther, self.forms.inside(), above, 0.0)
+
+    def _pick(self) -> Any:
+        """z at the target, or anywhere if it is no column, from the logits."""
+        forms, call = self.forms, self.editor.call
+        z, index = forms.z, forms.flat(forms.index)
+        at = call(aten.where.ScalarOther, forms.inside(), index, 0)
+        at = forms.shaped(at, forms.sizes(row_shape(z, -1)))
+        entry = call(aten.gather.default, z, -1, self.editor.to(at, torch.int64))
+        return self.editor.to(forms.shaped(entry, [-1]), torch.float32)
 
     def _log(self, total: Any) -> Any:
         return self.editor.call(aten.log.default, total)
@@ -346,12 +373,6 @@ class Emitter:
         """Drop what was replaced, and what nothing uses."""
         editing.erase_unused(self.graph, nodes)
         self.editor.drop_unused()
-
-
-def _opposite(forms: Forms, a: Any, b: Any) -> bool:
-    if a is None:
-        return False
-    return _same(a, forms.mul(b, -1)) or _same(b, forms.mul(a, -1))
 
 
 def rows_of(x: Any) -> bool:

@@ -101,6 +101,13 @@ def levels_of(z: Any, numbers: Numbers) -> list[Level]:
     return [*levels, level()]
 
 
+def key_of(levels: list[Level], numbers: Numbers) -> Any:
+    """Equal for logits that are computed alike, in whatever shape and steps."""
+    last = levels[-1]
+    cuts = [(tuple(map(str, value(low.cut.args[0]).shape)), bounds(low.cut)) for low in levels[1:]]
+    return numbers.of(last.base), last.scale, last.softcap, tuple(cuts)
+
+
 def bounds(node: Any, of: Any = None) -> tuple[Any, ...]:
     """(dimension, start, end, step) of a slice, or of a slice_scatter, of the tensor ``of``."""
     args = list(node.args[1 if of is None else 2 :])

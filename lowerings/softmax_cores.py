@@ -190,6 +190,12 @@ def share(graph: Any, group: list[Core]) -> None:
     total = editor.call(aten.where.self, missing, peak, total)
 
     put_pair(editor, group, peak, total)
+    erase_unused(graph, replaced(group))
+
+
+def replaced(group: list[Core]) -> list[Any]:
+    """What may be left unused once the maxima and sums of a group are made otherwise."""
+    return [node for core in group for node in (core.total, core.peak)]
 
 
 def put_pair(editor: Editor, group: list[Core], peak: Any, total: Any) -> None:
@@ -211,7 +217,6 @@ def put_pair(editor: Editor, group: list[Core], peak: Any, total: Any) -> None:
             infinite = editor.call(aten.eq.Scalar, editor.call(aten.abs.default, peak), torch.inf)
             new = editor.call(aten.where.self, infinite, editor.call(aten.exp.default, peak), total)
         put(core.total, new)
-    erase_unused(editor.graph, [node for core in group for node in (core.total, core.peak)])
 
 
 def is_long(x: Any, dim: int) -> bool:
