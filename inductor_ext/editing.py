@@ -108,6 +108,10 @@ class Editor:
             self.made.append(node)
         return self._known[key]
 
+    def forget(self) -> None:
+        """Make what is called from here on anew: what is there may come later in the graph."""
+        self._known.clear()
+
     def to(self, node: Any, dtype: torch.dtype) -> Any:
         """``node`` in another dtype."""
         if value(node).dtype == dtype:

@@ -32,6 +32,7 @@ class Linear:
     dw: list[Any] = dataclasses.field(default_factory=list)
     dw_t: list[Any] = dataclasses.field(default_factory=list)
     db: list[Any] = dataclasses.field(default_factory=list)
+    sizes: list[Any] = dataclasses.field(default_factory=list)  # of the logits
 
 
 def is_linear(x: Any) -> bool:
@@ -72,7 +73,7 @@ def match(gradient: Gradient, numbers: Numbers) -> Linear:
         raise NoForm("its bias is not [V]")
     if len({value(n).dtype for n in (h, w, *bias)}) > 1:
         raise NoForm("it is of mixed dtypes")
-    _check_logits(gradient)
+    linear.sizes = _check_logits(gradient)
 
     def same(a: Any, b: Any) -> bool:
         return numbers.of(_settled(a)) is numbers.of(_settled(b))
@@ -114,8 +115,8 @@ def _is_sum(node: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def _check_logits(gradient: Gradient) -> None:
-    """Raise where something uses the logits that is not replaced."""
+def _check_logits(gradient: Gradient) -> list[Any]:
+    """Raise where something uses the logits that is not replaced; returns uses of their sizes."""
     forms = gradient.forms
     replaced = {node for node, _ in (*gradient.sums, *gradient.picks)}
     replaced |= {gradient.node}
@@ -123,20 +124,27 @@ def _check_logits(gradient: Gradient) -> None:
         replaced |= {core.total, core.peak}
         if core.peak.target is not aten.amax.default and len(core.peak.args[0].users) == 1:
             replaced.add(core.peak.args[0])
-    seen, stack = set(), [gradient.x]
+    seen: dict[Any, None] = {}
+    sizes, stack = [], [gradient.x]
     while stack:
         for user in stack.pop().users:
             if user in replaced or user in seen:
                 continue
+            seen[user] = None
+            if user.target is aten.sym_size.int:
+                sizes.append(user)
+                continue
             if forms.kind(user)[0] != "whole" or user.op != "call_function":
                 raise NoForm(f"{user} reads the logits as well")
-            seen.add(user)
             stack.append(user)
+    return sizes
 
 
 def emit(gradient: Gradient, linear: Linear) -> None:
     """Put the operation in the place of the layer, of its loss's softmaxes and of its gradients."""
     emitter = loss_gradient.Emitter(gradient, picks=True)
+    for node in linear.sizes:
+        emitter.sized(node)
     target, factors = emitter.ready()
     wanted = [bool(linear.dh), bool(linear.dw or linear.dw_t), bool(linear.db)]
     peak, total, below, picked, dh, dw, db = emitter.operation(

@@ -221,6 +221,16 @@ class Emitter:
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         self.folds = sorted(folds, key=lambda fold: order[fold[0]])
 
+    def sized(self, node: Any) -> None:
+        """Put what it is made of in place of a size of the logits."""
+        self.editor.before(node)
+        self.editor.forget()
+        (size,) = self.forms.sizes([value(node)])
+        node.replace_all_uses_with(size)
+        self.graph.erase_node(node)
+        self.editor.forget()
+        self.editor.before(next(iter(reversed(self.graph.nodes))))
+
     def ready(self) -> tuple[Any, list[Any]]:
         """(target, [a0, a1, b, c]) for the rows of ``x``, in front of the first softmax; a1 and c
         None where they are 0. Raises NoForm where they are not known there."""
@@ -239,7 +249,7 @@ class Emitter:
         if forms.index is None:
             index = self.editor.call(
                 aten.full.default,
-                forms.sizes([forms.rows[level]], infer=False),
+                forms.sizes([forms.rows[level]]),
                 -1,
                 dtype=torch.int64,
                 device=value(forms.z).device,
@@ -286,6 +296,7 @@ class Emitter:
             first.prepend(node)
             compat.leave_backward(node)
         self.editor.before(first)
+        self.editor.forget()  # what was not needed stands behind
 
     def operation(self, op: Any, *args: Any) -> list[Any]:
         """The outputs of an operation, as nodes."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import torch
 from inductor_ext.lowerings.softmax_cores import constant
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from inductor_ext import matching
-from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
+from inductor_ext import compat, matching
+from inductor_ext.editing import Editor, Numbers, same_size, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -146,28 +148,33 @@ class RowValues:
         if same_size(numel, 1):
             return "one", 0
         for level, rows in enumerate(self.rows):
-            if same_size(numel, rows):
+            if equal(numel, rows):
                 return "row", level
             wide = tensor.dim() and same_size(tensor.shape[-1], self.columns)
-            if wide and same_size(numel, rows * self.columns):
+            if wide and equal(numel, rows * self.columns):
                 return "whole", level
         return "", 0
 
-    def sizes(self, shape: Any, infer: bool = True) -> list[Any]:
-        """A shape as arguments of a node; one unknown size is -1, where it may be inferred."""
-        sizes = [s if isinstance(s, int) else self._symbol(s) for s in shape]
-        if sizes.count(None) > (1 if infer else 0):
-            raise NoForm("its shape is symbolic in more than sizes of inputs")
-        return [-1 if s is None else s for s in sizes]
+    def sizes(self, shape: Any) -> list[Any]:
+        """A shape as arguments of a node, made of the graph's own sizes."""
+        return [s if isinstance(s, int) else self._size(compat.expr(s)) for s in shape]
 
-    def _symbol(self, size: Any) -> Any:
+    def _size(self, expr: Any) -> Any:
+        """A size as a number or node; raises NoForm where it is not made of inputs' sizes."""
+        if expr.is_Integer:
+            return int(expr)
         for node in self.graph.nodes:
             if node.op != "placeholder":
                 break
-            tensor = value(node)
-            if isinstance(tensor, torch.SymInt) and same_size(tensor, size):
+            if isinstance(value(node), torch.SymInt) and compat.expr(value(node)) == expr:
                 return node
-        return None
+        if not (expr.is_Mul or expr.is_Add):
+            raise NoForm(f"{expr} is not made of the sizes of inputs")
+        op = operator.mul if expr.is_Mul else operator.add
+        total, *others = (self._size(part) for part in expr.args)
+        for other in others:
+            total = self.editor.call(op, total, other)
+        return total
 
     # --- flat values ------------------------------------------------------------------------------
 
@@ -236,7 +243,7 @@ class RowValues:
     def _two(self, op: Any, a: Any, b: Any) -> Any:
         """An operation on flat values of the same rows."""
         shapes = [value(n).shape for n in (a, b) if isinstance(n, torch.fx.Node)]
-        if len({len(s) for s in shapes}) == 1 and not same_shape(shapes[0], shapes[-1]):
+        if len({len(s) for s in shapes}) == 1 and not _equal_rows(shapes[0], shapes[-1]):
             raise NoForm("values of other rows meet")
         return self.editor.call(op, a, b)
 
@@ -246,7 +253,7 @@ class RowValues:
             sides = (float(c), 0.0) if holds else (0.0, float(c))
             return self.editor.call(aten.where.Scalar, condition, *sides)
         shapes = value(condition).shape, value(c).shape
-        if len(shapes[0]) == len(shapes[1]) and not same_shape(*shapes):
+        if len(shapes[0]) == len(shapes[1]) and not _equal_rows(*shapes):
             raise NoForm("values of other rows meet")
         if holds:
             return self.editor.call(aten.where.ScalarOther, condition, c, 0.0)
@@ -263,8 +270,6 @@ class RowValues:
             return self.spread(zero, level)
         if value(c).dim() == 1:
             return c
-        if rows == [-1]:
-            raise NoForm("the number of its rows is symbolic in more than sizes of inputs")
         return self.editor.call(aten.clone.default, self.editor.call(aten.expand.default, c, rows))
 
     # --- levels -----------------------------------------------------------------------------------
@@ -275,7 +280,7 @@ class RowValues:
         for low in self.levels[1 : level + 1]:
             source, cut = value(low.cut.args[0]), value(low.cut)
             device = source.device
-            rows = self.sizes(source.shape[:-1], infer=False)
+            rows = self.sizes(source.shape[:-1])
             other = call(aten.full.default, rows, fill, dtype=value(c).dtype, device=device)
             inner = self.shaped(c, self.sizes(cut.shape[:-1]))
             whole = call(aten.slice_scatter.default, other, inner, *bounds(low.cut))
@@ -324,6 +329,10 @@ class RowValues:
         return node.args[1] if node.target is aten.full.default else None
 
 
+def _equal_rows(a: Any, b: Any) -> bool:
+    return all(equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def is_contiguous(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements lie in order, for all that is known."""
     expected: Any = 1
@@ -333,6 +342,14 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
                 return False
             expected = expected * size
     return True
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all that the program has found: also products of sizes."""
+    if same_size(a, b):
+        return True
+    symbolic = any(isinstance(n, torch.SymInt) for n in (a, b))
+    return symbolic and statically_known_true(a == b)
 
 
 def _product(sizes: Any) -> Any:
