@@ -21,7 +21,6 @@ from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, site, why
 
 # Registered on import: what a cache holds calls them, without a pass that has run.
 from inductor_ext.ops import _joint as _joint
-from inductor_ext.ops import _joint_more as _joint_more
 
 from inductor_ext import choosing, compat, editing, registry, report
 from inductor_ext.editing import value

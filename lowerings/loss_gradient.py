@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from inductor_ext.lowerings.loss_forms import (
     BELOW,
+    ENTRY,
     HOT,
     MEANS,
     NOTHING,
@@ -147,6 +148,8 @@ def _read(forms: Forms, node: Any) -> Gradient:
             b = forms.mul(factor, -1)
         elif term.factor == ONE and powers == (0, 0):
             c = forms.mul(factor, -1)
+        elif term.factor in (Z, ENTRY):
+            raise NoForm("its gradient is not that of a loss alone")
         else:
             raise NoForm("its gradient depends on the softmax otherwise than by lse")
     if lse and (len(lse) != 2 or not _same(*lse.values())):

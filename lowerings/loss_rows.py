@@ -189,12 +189,17 @@ class RowValues:
             return number
         tensor = value(node)
         if not isinstance(tensor, torch.Tensor):
-            device = value(self.z).device
-            return self.editor.call(aten.full.default, [], node, dtype=torch.float32, device=device)
+            return self._number(node)
         shape = [] if self.kind(node)[0] == "one" else [-1]
         if tensor.dim() == len(shape):
             return node
         return self.shaped(node, shape)
+
+    def _number(self, number: Any) -> Any:
+        """A number as a node."""
+        device = value(self.z).device
+        number = float(number) if isinstance(number, int) else number
+        return self.editor.call(aten.full.default, [], number, dtype=torch.float32, device=device)
 
     def shaped(self, node: Any, shape: list[Any]) -> Any:
         """The elements of a node in another shape."""
@@ -250,8 +255,7 @@ class RowValues:
     def only_where(self, condition: Any, c: Any, holds: bool) -> Any:
         """c where a condition on the row holds, or does not, and 0 elsewhere."""
         if not isinstance(c, torch.fx.Node):
-            sides = (float(c), 0.0) if holds else (0.0, float(c))
-            return self.editor.call(aten.where.Scalar, condition, *sides)
+            c = self._number(c)
         shapes = value(condition).shape, value(c).shape
         if len(shapes[0]) == len(shapes[1]) and not _equal_rows(*shapes):
             raise NoForm("values of other rows meet")
@@ -263,11 +267,7 @@ class RowValues:
         """A factor with one entry per row, in memory of its own."""
         rows = self.sizes([self.rows[level]])
         if not isinstance(c, torch.fx.Node):
-            device = value(self.z).device
-            zero = self.editor.call(
-                aten.full.default, [], float(c), dtype=torch.float32, device=device
-            )
-            return self.spread(zero, level)
+            c = self._number(c)
         if value(c).dim() == 1:
             return c
         return self.editor.call(aten.clone.default, self.editor.call(aten.expand.default, c, rows))
