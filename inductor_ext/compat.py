@@ -54,7 +54,7 @@ def wrap_lowering(op: Any, around: Callable[..., Any]) -> Callable[..., Any]:
     table = _lowering_table()
     stock = table.get(op)
     if stock is None:
-        stock = _fallback(op)
+        stock = fallback(op)
 
     @functools.wraps(stock)
     def lowering(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def wrap_lowering(op: Any, around: Callable[..., Any]) -> Callable[..., Any]:
     return lowering
 
 
-def _fallback(op: Any) -> Callable[..., Any]:
+def fallback(op: Any) -> Callable[..., Any]:
     """What Inductor makes of an operation it has no lowering for, at its first call."""
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag

@@ -83,6 +83,19 @@ def call_stock(op: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(lowering, "stock", lowering)(*args, **kwargs)
 
 
+def call_custom(op: Any, *args: Any) -> Any:
+    """Emit a call of a custom operation, which may mutate its arguments as its schema says."""
+    return (lowering_of(op) or compat.fallback(op))(*args)
+
+
+def is_donated(x: Any) -> bool:
+    """Whether a tensor is all of an input of a backward graph that nobody sees after it, dense."""
+    from torch._inductor import ir
+
+    buffer = getattr(getattr(x, "data", None), "data", None)
+    return isinstance(buffer, ir.DonatedBuffer) and buffer.layout.is_contiguous()
+
+
 def view(x: Any, size: Sequence[Any]) -> Any:
     """A reshaped view of IR."""
     return call(torch.ops.aten.view.default, x, list(size))

@@ -15,13 +15,17 @@ No operation here has an autograd formula: they stand in graphs that are differe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inductor_ext.ops import _composed as composed
 from inductor_ext.ops import _rows
+from inductor_ext.ops._linear_cross_entropy import by_chunks, empty_gradients
 from inductor_ext.templates import cross_entropy_launch as launch
+from inductor_ext.templates import scaling
 
 
 @torch.library.custom_op("inductor_ext::rows_and_gradient", mutates_args=())
@@ -44,16 +48,8 @@ def rows_and_gradient(
     the dx of a row whose factors are all 0 is 0. Deterministic. Raises ValueError or TypeError for
     what does not fit.
     """
-    _check(x, target, (a0, a1, b, c), scale, softcap)
-    if not _rows.kernels_apply(x):
-        return _composed(x, target, a0, a1, b, c, scale, softcap)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    a0, b = a0.contiguous(), b.contiguous()
-    a1, c = (None if f is None else f.contiguous() for f in (a1, c))
-    with _rows.beside(x):
-        peak, total, below, _, dx = launch.rows_and_gradient(
-            x, target, a0, a1, b, c, scale, softcap
-        )
+    _check(x.shape, x.dtype, target, (a0, a1, b, c), scale, softcap)
+    peak, total, below, _, dx = _of_rows(x, target, a0, a1, b, c, scale, softcap)
     return peak, total, below, dx
 
 
@@ -62,19 +58,116 @@ def _(
     x: Tensor, target: Tensor, a0: Tensor, a1: Tensor | None, b: Tensor, c: Tensor | None,
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check(x, target, (a0, a1, b, c), scale, softcap)
-    peak, total, below = (x.new_empty(n, dtype=a0.dtype) for n in _sizes(x, c))
-    return peak, total, below, x.new_empty(x.shape)
+    _check(x.shape, x.dtype, target, (a0, a1, b, c), scale, softcap)
+    return *_like_statistics(a0, c), x.new_empty(x.shape)
 
 
-def _sizes(x: Tensor, c: Tensor | None) -> tuple[int, int, int]:
-    return x.shape[0], x.shape[0], 0 if c is None else x.shape[0]
+@torch.library.custom_op("inductor_ext::scaled_gradient", mutates_args=())
+def scaled_gradient(made: Tensor, g: Tensor) -> Tensor:
+    """``made g``, in made's dtype and new memory, for a gradient made for g = 1; g has one element.
+
+    Computed in fp32 (fp64 for fp64) and rounded once: bit for bit ``made`` where g is 1. Compiled
+    it is ``lowerings.scaled_gradient``, which works in place where nobody can see that.
+    """
+    _check_scale(made, g)
+    wide = composed.wide(made)
+    return (wide * g.reshape(()).to(wide.dtype)).to(made.dtype)
+
+
+@scaled_gradient.register_fake
+def _(made: Tensor, g: Tensor) -> Tensor:
+    _check_scale(made, g)
+    return torch.empty_like(made)
+
+
+@torch.library.custom_op("inductor_ext::scale_gradient_", mutates_args=("made",))
+def scale_gradient_(made: Tensor, g: Tensor) -> None:
+    """``scaled_gradient`` into dense ``made``: on a card a kernel that moves nothing if g is 1."""
+    _check_scale(made, g)
+    if _rows.launch_applies(made) and made.dtype != torch.float64:
+        with _rows.beside(made):
+            scaling.scale_in_place(made, g)
+    else:
+        made.copy_(scaled_gradient(made, g))
+
+
+@scale_gradient_.register_fake
+def _(made: Tensor, g: Tensor) -> None:
+    _check_scale(made, g)
+
+
+def _check_scale(made: Tensor, g: Tensor) -> None:
+    if g.dim() and tuple(g.shape) != (1,) * g.dim():
+        raise ValueError(f"g is expected to have one element, got {tuple(g.shape)}")
+
+
+@torch.library.custom_op("inductor_ext::linear_rows_and_gradient", mutates_args=())
+def linear_rows_and_gradient(
+    h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, a0: Tensor, a1: Tensor | None,
+    b: Tensor, c: Tensor | None, wanted: Sequence[bool], memory: int, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(peak, total, below, picked, dh, dw, db) of logits ``h wᵀ + bias``, of which one chunk exists
+    at a time.
+
+    Args:
+        h: [N, H]; w: [V, H]; bias: [V] or None; of one dtype, to which the logits are rounded.
+        target ... c, scale, softcap: as in ``rows_and_gradient``.
+        wanted: which of dh, dw, db are made; the others have no elements.
+        memory: bytes for the logits of a chunk and, with several, w's gradient in fp32; see
+            ``linear_cross_entropy``.
+
+    Returns besides the statistics of ``rows_and_gradient`` picked [N], z at the target and 0 where
+    there is none, and the gradients for g = 1 in the dtypes of h, w and bias; the logits' gradient
+    is rounded to h's dtype on the way, dw and db are added up in fp32. Deterministic as far as the
+    library's matrix products are. Raises ValueError or TypeError for what does not fit.
+    """
+    _check((h.shape[0], w.shape[0]), h.dtype, target, (a0, a1, b, c), scale, softcap)
+
+    def visit(part: slice, x: Tensor) -> tuple[Tensor, ...]:
+        a1_own, c_own = (None if f is None else f[part] for f in (a1, c))
+        own = target[part], a0[part], a1_own, b[part], c_own
+        return _of_rows(x, *own, scale, softcap, dx=x)[:4]
+
+    chunks, gradients = by_chunks(h, w, bias, wanted, memory, visit)
+    peak, total, below, picked = (torch.cat(rows) for rows in zip(*chunks, strict=True))
+    return peak, total, below, picked, *gradients
+
+
+@linear_rows_and_gradient.register_fake
+def _(
+    h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, a0: Tensor, a1: Tensor | None,
+    b: Tensor, c: Tensor | None, wanted: Sequence[bool], memory: int, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check((h.shape[0], w.shape[0]), h.dtype, target, (a0, a1, b, c), scale, softcap)
+    made = empty_gradients(h, w, bias, wanted)
+    return *_like_statistics(a0, c), torch.empty_like(a0), *made
+
+
+def _of_rows(
+    x: Tensor, target: Tensor, a0: Tensor, a1: Tensor | None, b: Tensor, c: Tensor | None,
+    scale: float, softcap: float, dx: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(peak, total, below, picked, dx); ``dx``, if given, is written and may be x itself."""
+    if not _rows.kernels_apply(x):
+        *rows, made = _composed(x, target, a0, a1, b, c, scale, softcap)
+        return *rows, made if dx is None else dx.copy_(made)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    a1, c = (None if f is None else f.contiguous() for f in (a1, c))
+    with _rows.beside(x):
+        return launch.rows_and_gradient(
+            x, target, a0.contiguous(), a1, b.contiguous(), c, scale, softcap, dx=dx
+        )
+
+
+def _like_statistics(a0: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    below = a0.new_empty(0) if c is None else torch.empty_like(a0)
+    return torch.empty_like(a0), torch.empty_like(a0), below
 
 
 def _composed(
     x: Tensor, target: Tensor, a0: Tensor, a1: Tensor | None, b: Tensor, c: Tensor | None,
     scale: float, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     z = composed.logits_of(x, scale, softcap)
     peak = z.amax(1)
     shifted = z - peak[:, None]
@@ -99,24 +192,27 @@ def _composed(
     if softcap:
         derivative = scale / composed.wide(x).div(softcap).cosh().square()
     dx = torch.where(used[:, None], dz * derivative, 0.0)
-    return peak, total, below, dx.to(x.dtype)
+    picked = torch.where(has, z.gather(1, t)[:, 0], 0.0)
+    return peak, total, below, picked, dx.to(x.dtype)
 
 
 def _check(
-    x: Tensor, target: Tensor, factors: tuple[Tensor | None, ...], scale: float, softcap: float
-) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"x is expected as [N, V], got {tuple(x.shape)}")
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    shape: Sequence[Any], dtype: torch.dtype, target: Tensor, factors: Sequence[Tensor | None],
+    scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """Raise unless all fits to logits of this shape and dtype."""
+    if len(shape) != 2:
+        raise ValueError(f"x is expected as [N, V], got {tuple(shape)}")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     if target.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"target is expected to be int32 or int64, got {target.dtype}")
     for name, row in zip(("target", "a0", "a1", "b", "c"), (target, *factors), strict=True):
         if row is None:
             continue
-        if row.dim() != 1 or row.shape[0] != x.shape[0]:
-            raise ValueError(f"{name} is expected as ({x.shape[0]},), got {tuple(row.shape)}")
+        if row.dim() != 1 or row.shape[0] != shape[0]:
+            raise ValueError(f"{name} is expected as ({shape[0]},), got {tuple(row.shape)}")
         if name != "target" and row.dtype != wide:
-            raise TypeError(f"{name} is expected as {wide} beside {x.dtype}, got {row.dtype}")
+            raise TypeError(f"{name} is expected as {wide} beside {dtype}, got {row.dtype}")
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale is expected to be a positive number, got {scale}")
     if not 0.0 <= softcap < math.inf:

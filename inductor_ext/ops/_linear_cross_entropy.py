@@ -12,7 +12,7 @@ needs 206 to be kept busy. More rows cost memory only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class _Gradients:
         return dh, dw, db
 
 
-def _empty_gradients(
+def empty_gradients(
     h: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What ``_Gradients`` returns, without values."""
@@ -122,14 +122,26 @@ def _empty_gradients(
     return dh, dw, db
 
 
-def _parts(rows: int, size: int) -> list[slice]:
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)] or [
-        slice(0, 0)
-    ]
+def by_chunks(
+    h: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool], memory: int,
+    visit: Callable[[slice, Tensor], Any],
+) -> tuple[list[Any], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """(what ``visit`` returns of each chunk, (dh, dW, db)).
 
-
-def _buffer(h: Tensor, w: Tensor, size: int) -> Tensor:
-    return torch.empty((size, w.shape[0]), dtype=h.dtype, device=h.device)
+    ``visit(rows, x)`` is handed the chunk's rows and their logits, and leaves the logits' gradient
+    in x if any is ``wanted``.
+    """
+    rows, size = h.shape[0], _chunk_rows(h, w, memory, wanted)
+    logits = torch.empty((size, w.shape[0]), dtype=h.dtype, device=h.device)
+    parts = [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+    parts = parts or [slice(0, 0)]
+    gradients, results = _Gradients(h, w, bias, len(parts), wanted), []
+    for part in parts:
+        with _computing(h):
+            x = _logits(h[part], w, bias, logits)
+        results.append(visit(part, x))
+        gradients.add(part, x)
+    return results, gradients.done()
 
 
 @torch.library.custom_op("inductor_ext::linear_cross_entropy_with_gradient", mutates_args=())
@@ -140,17 +152,13 @@ def _with_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dh, dW, db) for an incoming gradient of 1; empty where it is not ``wanted``."""
     loss = Loss(_rows.INDEX, ignore_index, smoothing, scale, softcap, z_loss, mean)
-    size = _chunk_rows(h, w, memory, wanted)
-    logits, parts = _buffer(h, w, size), _parts(h.shape[0], size)
     counts = launch.count(loss, target, weight, h.shape[0], w.shape[0], h)
-    gradients, losses = _Gradients(h, w, bias, len(parts), wanted), []
-    for part in parts:
-        with _computing(h):
-            x = _logits(h[part], w, bias, logits)
-        out, _ = launch.forward_backward(loss, x, target[part], None, weight, counts, dx=x)
-        losses.append(out)
-        gradients.add(part, x)
-    return torch.cat(losses).sum(), *gradients.done()
+
+    def visit(part: slice, x: Tensor) -> Tensor:
+        return launch.forward_backward(loss, x, target[part], None, weight, counts, dx=x)[0]
+
+    losses, gradients = by_chunks(h, w, bias, wanted, memory, visit)
+    return torch.cat(losses).sum(), *gradients
 
 
 @_with_gradient.register_fake
@@ -158,7 +166,7 @@ def _(
     h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Any, wanted: Sequence[bool],
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return h.new_empty((), dtype=torch.float32), *_empty_gradients(h, w, bias, wanted)
+    return h.new_empty((), dtype=torch.float32), *empty_gradients(h, w, bias, wanted)
 
 
 @torch.library.custom_op("inductor_ext::linear_cross_entropy_forward", mutates_args=())
@@ -168,16 +176,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(losses [N], lse [N], statistics [4, N], counts [2, 1])."""
     loss = Loss(_rows.INDEX, ignore_index, smoothing, scale, softcap, z_loss, mean)
-    size = _chunk_rows(h, w, memory, (False, False, False))
-    logits = _buffer(h, w, size)
     counts = launch.count(loss, target, weight, h.shape[0], w.shape[0], h)
     # Of a shape that does not hang on the number of rows, which is symbolic in a compiled program.
     counts = counts.sum(1, keepdim=True)
-    results = []
-    for part in _parts(h.shape[0], size):
-        with _computing(h):
-            x = _logits(h[part], w, bias, logits)
-        results.append(launch.forward(loss, x, target[part], None, weight, counts=counts)[:3])
+
+    def visit(part: slice, x: Tensor) -> Any:
+        return launch.forward(loss, x, target[part], None, weight, counts=counts)[:3]
+
+    results, _ = by_chunks(h, w, bias, (False, False, False), memory, visit)
     losses, lse, stats = (torch.cat(r, -1) for r in zip(*results, strict=True))
     return losses, lse, stats, counts
 
@@ -198,19 +204,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dh, dW, db), empty where it is not ``wanted``; the logits are made once more."""
     loss = Loss(_rows.INDEX, ignore_index, smoothing, scale, softcap, z_loss, mean)
-    size = _chunk_rows(h, w, memory, wanted)
-    logits, parts = _buffer(h, w, size), _parts(h.shape[0], size)
-    gradients = _Gradients(h, w, bias, len(parts), wanted)
-    for part in parts:
-        with _computing(h):
-            x = _logits(h[part], w, bias, logits)
+
+    def visit(part: slice, x: Tensor) -> None:
         own_lse = None if g_lse is None else g_lse[part]
-        own_stats = stats[:, part].contiguous()
-        launch.backward(
-            loss, g[part], own_lse, x, target[part], None, weight, own_stats, counts, dx=x
-        )
-        gradients.add(part, x)
-    return gradients.done()
+        saved = stats[:, part].contiguous()
+        launch.backward(loss, g[part], own_lse, x, target[part], None, weight, saved, counts, dx=x)
+
+    return by_chunks(h, w, bias, wanted, memory, visit)[1]
 
 
 @_backward.register_fake
@@ -218,7 +218,7 @@ def _(
     g: Tensor, g_lse: Any, h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Any,
     stats: Tensor, counts: Tensor, wanted: Sequence[bool], *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_gradients(h, w, bias, wanted)
+    return empty_gradients(h, w, bias, wanted)
 
 
 # --- autograd -------------------------------------------------------------------------------------

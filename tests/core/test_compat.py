@@ -185,6 +185,10 @@ def test_ir():
     accepts("torch._inductor.ir:ir_node_to_tensor", X)
     accepts("torch._inductor.ir:FixedLayout", X, torch.float32, [4])
     is_a("torch._inductor.ir:TensorBox", type)
+    assert issubclass(find("torch._inductor.ir:DonatedBuffer"), find("torch._inductor.ir:Buffer"))
+    assert callable(find("torch._inductor.ir:Layout.is_contiguous"))
+    accepts("torch._inductor.lowering:make_fallback", X, layout_constraint=X, warn=False,
+            override_decomp=True)  # fmt: skip
     fields = {
         f
         for c in find("torch._inductor.ir:Pointwise").__mro__
