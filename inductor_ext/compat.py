@@ -140,7 +140,7 @@ def is_tangent(node: Any) -> bool:
 
 
 def may_be_recomputed(node: Any) -> bool:
-    """Whether activation checkpointing has a say in when an fx node of a joint graph is computed."""
+    """Whether activation checkpointing has a say in when a node of a joint graph is computed."""
     return node.meta.get("recompute") is not None
 
 

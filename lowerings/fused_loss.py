@@ -10,6 +10,7 @@ kept whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,8 @@ import torch
 from inductor_ext.lowerings import linear_loss, loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
 from inductor_ext.lowerings.loss_rows import key_of, levels_of
+from inductor_ext.lowerings.scaled_gradient import SCALED, lower_scaled
 from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, site, why_not
-
-# Registered on import: what a cache holds calls them, without a pass that has run.
-from inductor_ext.ops import _joint as _joint
 
 from inductor_ext import choosing, compat, editing, registry, report
 from inductor_ext.editing import value
@@ -65,7 +64,7 @@ def _check_gradient(gradient: Gradient) -> None:
         raise NoForm("activation checkpointing computes its logits again in the backward")
 
 
-def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> bool:
+def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> None:
     """The gradient of logits in memory."""
     if not loss_gradient.rows_of(gradient.x):
         raise NoForm("the logits are not rows of one memory")
@@ -80,22 +79,25 @@ def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> bool:
     emitter.statistics(peak, total, below)
     emitter.scaled(dx, gradient.node)
     emitter.done([gradient.node])
-    return True
 
 
-def _emit_linear(gradient: Gradient, numbers: editing.Numbers) -> bool:
-    """The gradients of a linear layer, where the logits come out of one."""
-    if not linear_loss.is_linear(gradient.x):
-        return False
+def _emit_linear(gradient: Gradient, numbers: editing.Numbers) -> None:
+    """The gradients of the linear layer that the logits come out of."""
     linear_loss.emit(gradient, linear_loss.match(gradient, numbers))
-    return True
+
+
+def _is_of_linear(group: list[Core]) -> bool:
+    x = group[0].x
+    return linear_loss.is_linear(levels_of(x, editing.Numbers(x.graph))[-1].base)
 
 
 def _rewrite(
-    graph: Any, name: str, emit: Callable[[Gradient, editing.Numbers], bool], chosen: str, why: str
+    graph: Any, name: str, emit: Callable[[Gradient, editing.Numbers], None], chosen: str, why: str
 ) -> None:
-    """Rewrite what losses of a joint graph ``emit`` takes, and report on each."""
+    """Rewrite the losses of a joint graph, or report why one is left."""
     for group in _losses(graph):
+        if name == LINEAR and not _is_of_linear(group):
+            continue
         here = site(group[0].x, group[0].dim, "loss")
         numbers = editing.Numbers(graph)
         try:
@@ -105,14 +107,13 @@ def _rewrite(
                 continue
             try:
                 _check_gradient(gradient)
-                emitted = emit(gradient, numbers)
+                emit(gradient, numbers)
             finally:
                 gradient.forms.editor.drop_unused()
         except NoForm as reason:
             choosing.leave(name, here, str(reason))
         else:
-            if emitted:
-                report.record(report.Decision(name, True, chosen, why, here, source="heuristic"))
+            report.record(report.Decision(name, True, chosen, why, here, source="heuristic"))
     editing.check(graph)
 
 
@@ -127,8 +128,13 @@ def rewrite(graph: Any) -> None:
     _rewrite(graph, NAME, _emit_rows, "one sweep", why)
 
 
-_UNTIMED = "the default, until it has been timed on a card"
-registry.register(
-    registry.Lowering(LINEAR, passes={"traced_joint": rewrite_linear}, off=_UNTIMED)
-)
-registry.register(registry.Lowering(NAME, passes={"traced_joint": rewrite}, off=_UNTIMED))
+for _name, _pass in ((LINEAR, rewrite_linear), (NAME, rewrite)):
+    registry.register(
+        registry.Lowering(
+            _name,
+            lower={SCALED: functools.partial(lower_scaled, _name)},
+            passes={"traced_joint": _pass},
+            off="the default, until it has been timed on a card",
+        ),
+        first=True,  # of those that scale a gradient
+    )

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from inductor_ext.lowerings import loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
-from inductor_ext.ops._linear_cross_entropy import MEMORY
 
 from inductor_ext import compat
 from inductor_ext.editing import Numbers, same_shape, value
+from inductor_ext.ops._linear_cross_entropy import MEMORY
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
@@ -64,6 +64,8 @@ def _settled(node: Any) -> Any:
 def match(gradient: Gradient, numbers: Numbers) -> Linear:
     """The linear layer in front of a loss; raises NoForm where something else needs the logits or
     their gradient."""
+    if not is_linear(gradient.x):
+        raise NoForm("its logits are not all that comes out of the layer")
     *bias, h, w_t = gradient.x.args
     w = _transposed(w_t)
     if w is None:

@@ -102,9 +102,8 @@ class Forms(RowValues):
     def _reached(self, roots: set[Any]) -> set[Any]:
         found = set(roots)
         for node in self.graph.nodes:
-            if node in found or any(n in found for n in node.all_input_nodes):
-                found.add(node)
-            elif self.numbers.of(node) in found:
+            near = (node, self.numbers.of(node), *node.all_input_nodes)
+            if any(n in found for n in near):
                 found.add(node)
         return found
 
@@ -234,15 +233,15 @@ class Forms(RowValues):
     def _check_level(self, node: Any, args: Any, level: int) -> None:
         """Rows that were cut off are 0 in a form behind the cut: one number may scale it, and it
         may be added to its like."""
+        derivative = node.target in _ADD and self._is_derivative(node)
         for arg in args:
             if isinstance(arg, torch.fx.Node) and constant(arg) != 0:
                 own = self.kind(arg)
                 scales = own[0] == "one" and node.target in MUL | DIV
                 if own != ("whole", level) and not scales:
                     raise NoForm(f"{name_of(node)} follows a slice of the logits")
-            elif isinstance(arg, (int, float)) and node.target in _ADD and arg:
-                if not self._is_derivative(node):
-                    raise NoForm(f"{name_of(node)} follows a slice of the logits")
+            elif node.target in _ADD and isinstance(arg, (int, float)) and arg and not derivative:
+                raise NoForm(f"{name_of(node)} follows a slice of the logits")
 
     def _is_derivative(self, node: Any) -> bool:
         """1 - tanh^2."""
@@ -252,7 +251,9 @@ class Forms(RowValues):
         if not isinstance(square, torch.fx.Node) or square.target is not aten.mul.Tensor:
             return False
         tanhs = {low.tanh for low in self.levels} - {None}
-        return all(isinstance(n, torch.fx.Node) and self.numbers.of(n) in tanhs for n in square.args)
+        return all(
+            isinstance(n, torch.fx.Node) and self.numbers.of(n) in tanhs for n in square.args
+        )
 
     # --- algebra ----------------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class Forms(RowValues):
                 factors = {ENTRY}
             if (P in factors and ONE not in (ta.factor, tb.factor)) or len(factors) > 1:
                 raise NoForm("it is not linear in the probabilities")
-            if (ta.damped and tb.damped) or factors == {Z} and ta.factor == tb.factor:
+            if (ta.damped and tb.damped) or (factors == {Z} and ta.factor == tb.factor):
                 raise NoForm("it is not linear in the logits")
             if ta.g + tb.g > 1:
                 raise NoForm("it is not linear in the gradient that comes in")
@@ -338,10 +339,14 @@ class Forms(RowValues):
         if condition.target is not aten.eq.Scalar or condition.args[1] != torch.inf:
             return False
         size = condition.args[0]
-        return size.target is aten.abs.default and {
-            self.numbers.of(size.args[0]),
-            self.numbers.of(peak),
-        } <= self.peaks
+        return (
+            size.target is aten.abs.default
+            and {
+                self.numbers.of(size.args[0]),
+                self.numbers.of(peak),
+            }
+            <= self.peaks
+        )
 
     def _compares(self, node: Any) -> bool:
         """``eq(target, columns)``, either way round."""

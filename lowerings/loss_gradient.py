@@ -184,7 +184,11 @@ def _look_at_forward(gradient: Gradient) -> None:
         except NoForm:
             continue
         of_logits = any(t.factor != ONE for t in form)
-        if of_logits and all(map(_is_of_row, form)) and not any(_is_conditional(forms, c) for c in form.values()):
+        if (
+            of_logits
+            and all(map(_is_of_row, form))
+            and not any(_is_conditional(forms, c) for c in form.values())
+        ):
             where.append((node, form))
 
 
@@ -238,9 +242,7 @@ class Emitter:
         """(target, [a0, a1, b, c]) for the rows of ``x``, in front of the first softmax; a1 and c
         None where they are 0. Raises NoForm where they are not known there."""
         gradient, forms, level = self.gradient, self.forms, self.gradient.level
-        needs_below = any(
-            t.factor in (BELOW, NOTHING) for _, form in gradient.sums for t in form
-        )
+        needs_below = any(t.factor in (BELOW, NOTHING) for _, form in gradient.sums for t in form)
         factors: list[Any] = []
         for name in ("a0", "a1", "b", "c"):
             factor = getattr(gradient, name)
@@ -304,18 +306,14 @@ class Emitter:
     def operation(self, op: Any, *args: Any) -> list[Any]:
         """The outputs of an operation, as nodes."""
         made = self.editor.call(op, *args)
-        return [
-            self.editor.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))
-        ]
+        return [self.editor.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
 
     def statistics(self, peak: Any, total: Any, below: Any, picked: Any = None) -> None:
         """Put them in place of the softmaxes' own and of what the forward sums and picks."""
         gradient, forms, editor = self.gradient, self.forms, self.editor
-        outer = {"m": peak, "s": total, "z": picked, BELOW: below}
-        rows = {
-            name: forms.lower(node, gradient.level) for name, node in outer.items() if node is not None
-            and value(node).numel()
-        }  # fmt: skip
+        made = {"m": peak, "s": total, "z": picked, BELOW: below}
+        made = {name: n for name, n in made.items() if n is not None and value(n).numel()}
+        rows = {name: forms.lower(node, gradient.level) for name, node in made.items()}
         for x in dict.fromkeys(core.x for core in forms.group):  # in several shapes, maybe
             shape = forms.sizes(row_shape(x, -1))
             pair = [forms.shaped(rows[name], shape) for name in ("m", "s")]

@@ -357,5 +357,3 @@ def _product(sizes: Any) -> Any:
     for size in sizes:
         total = total * size
     return total
-
-
