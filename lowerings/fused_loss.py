@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from inductor_ext.lowerings import linear_loss, loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
-from inductor_ext.lowerings.loss_rows import key_of, levels_of
+from inductor_ext.lowerings.loss_rows import key_of, levels_of, reached
 from inductor_ext.lowerings.scaled_gradient import SCALED, lower_scaled
 from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, site, why_not
 
@@ -28,13 +28,8 @@ aten = torch.ops.aten
 NAME, LINEAR = "fused_loss", "linear_cross_entropy"
 
 
-def _losses(graph: Any) -> list[list[Core]]:
+def _losses(graph: Any, numbers: editing.Numbers) -> list[list[Core]]:
     """The groups of softmaxes with equal logits that may be those of a loss."""
-    if not graph.find_nodes(op="call_function", target=aten.exp.default):
-        return []
-    if not any(compat.is_tangent(node) for node in graph.nodes):
-        return []
-    numbers = editing.Numbers(graph)
     groups: dict[Any, list[Core]] = {}
     for core in cores(graph, numbers):
         if is_long(core.x, core.dim):
@@ -86,23 +81,25 @@ def _emit_linear(gradient: Gradient, numbers: editing.Numbers) -> None:
     linear_loss.emit(gradient, linear_loss.match(gradient, numbers))
 
 
-def _is_of_linear(group: list[Core]) -> bool:
-    x = group[0].x
-    return linear_loss.is_linear(levels_of(x, editing.Numbers(x.graph))[-1].base)
+def _is_of_linear(group: list[Core], numbers: editing.Numbers) -> bool:
+    return linear_loss.is_linear(levels_of(group[0].x, numbers)[-1].base)
 
 
 def _rewrite(
     graph: Any, name: str, emit: Callable[[Gradient, editing.Numbers], None], chosen: str, why: str
 ) -> None:
     """Rewrite the losses of a joint graph, or report why one is left."""
-    for group in _losses(graph):
-        if name == LINEAR and not _is_of_linear(group):
+    tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
+    if not tangents or not graph.find_nodes(op="call_function", target=aten.exp.default):
+        return
+    numbers, of_tangent = editing.Numbers(graph), reached(tangents)
+    for group in _losses(graph, numbers):
+        if name == LINEAR and not _is_of_linear(group, numbers):
             continue
         here = site(group[0].x, group[0].dim, "loss")
-        numbers = editing.Numbers(graph)
         try:
             _check_logits(group)
-            gradient = loss_gradient.find(graph, numbers, group)
+            gradient = loss_gradient.find(graph, numbers, of_tangent, group)
             if gradient is None:
                 continue
             try:
@@ -114,6 +111,7 @@ def _rewrite(
             choosing.leave(name, here, str(reason))
         else:
             report.record(report.Decision(name, True, chosen, why, here, source="heuristic"))
+            numbers, of_tangent = editing.Numbers(graph), reached(tangents)
     editing.check(graph)
 
 

@@ -31,6 +31,7 @@ from inductor_ext.lowerings.loss_rows import (
     bounds,
     key_of,
     levels_of,
+    reached,
 )
 from inductor_ext.lowerings.softmax_cores import Core, constant
 
@@ -81,11 +82,19 @@ def reduced(node: Any) -> list[int]:
 class Forms(RowValues):
     """The forms around a group of softmaxes with equal logits.
 
-    New nodes go in front of what ``editor`` points at. ``index`` [N] is the target, once one was
-    seen; ``tangent`` the gradient that comes in.
+    ``of_tangent`` are the nodes that need a gradient that comes in. New nodes go in front of what
+    ``editor`` points at. ``index`` [N] is the target, once one was seen; ``tangent`` the gradient
+    that comes in.
     """
 
-    def __init__(self, graph: Any, numbers: Numbers, editor: Editor, group: list[Core]) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        numbers: Numbers,
+        of_tangent: set[Any],
+        editor: Editor,
+        group: list[Core],
+    ) -> None:
         z = group[0].x
         super().__init__(graph, numbers, editor, z, levels_of(z, numbers))
         self.group = group
@@ -96,16 +105,8 @@ class Forms(RowValues):
         self.tangent: Any = None
         self._forms: dict[Any, Form | NoForm] = {}
         # What is known before the sweep: neither of these.
-        self.of_sweep = self._reached(self.peaks | self.totals)
-        self.of_tangent = self._reached({n for n in graph.nodes if compat.is_tangent(n)})
-
-    def _reached(self, roots: set[Any]) -> set[Any]:
-        found = set(roots)
-        for node in self.graph.nodes:
-            near = (node, self.numbers.of(node), *node.all_input_nodes)
-            if any(n in found for n in near):
-                found.add(node)
-        return found
+        self.of_tangent = of_tangent
+        self.of_sweep = reached(node for core in group for node in (core.peak, core.total))
 
     def is_known(self, node: Any) -> bool:
         """Whether a node needs neither the sweep nor a gradient that comes in."""

@@ -36,6 +36,7 @@ from inductor_ext import compat, editing, matching
 from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten = torch.ops.aten
+_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 _OF_ROW = (BELOW, NOTHING, PICKED)
 
 
@@ -62,34 +63,58 @@ class Gradient:
     picks: list[tuple[Any, Form]] = dataclasses.field(default_factory=list)
 
 
-def find(graph: Any, numbers: Numbers, group: list[Core]) -> Gradient | None:
-    """The gradient of a group of softmaxes with equal logits; None where there is no backward.
+def find(
+    graph: Any, numbers: Numbers, of_tangent: set[Any], group: list[Core]
+) -> Gradient | None:
+    """The gradient of a group of softmaxes with equal logits; None where there is no backward, or
+    probabilities are more than a loss's.
 
-    Raises NoForm where it is not of the form.
+    ``of_tangent``: the nodes that need a gradient that comes in. Raises NoForm where the gradient
+    is not of the form.
     """
     editor = Editor(graph)
     editor.before(next(iter(reversed(graph.nodes))))  # what is needed earlier is moved
-    forms = Forms(graph, numbers, editor, group)
+    forms = Forms(graph, numbers, of_tangent, editor, group)
     try:
-        found = _whole(forms)
-        if found is None:
+        whole = _whole(forms)
+        incoming = [node for node in whole if node in of_tangent]
+        if not incoming or _leaves(forms, whole):
             return None
-        gradient = _read(forms, found)
-        _look_at_forward(gradient)
+        gradient = _read(forms, _end(forms, incoming))
+        _look_at_forward(gradient, whole)
     except NoForm:
         editor.drop_unused()
         raise
     return gradient
 
 
-def _whole(forms: Forms) -> Any:
-    """The node that is the whole gradient of the logits; None where nothing comes in for them."""
-    several = [n for n in forms.graph.nodes if n in forms.of_tangent and not compat.is_tangent(n)]
-    whole = [n for n in several if forms.kind(n)[0] == "whole"]
-    if not whole:
-        return None
-    ends = {}
-    for node in whole:
+def _whole(forms: Forms) -> list[Any]:
+    """What is computed from the logits in their shape, in the order of the graph."""
+    base = forms.levels[-1].base
+    found, stack = {base}, [base]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and user.op != "output" and forms.kind(user)[0] == "whole":
+                found.add(user)
+                stack.append(user)
+    return sorted(found)
+
+
+def _leaves(forms: Forms, whole: list[Any]) -> bool:
+    """Whether what is made of the softmax leaves in the shape of logits: attention, a gate."""
+    return any(
+        user.op == "output" or user.target in _PRODUCTS
+        for node in whole
+        if node in forms.of_sweep and node not in forms.of_tangent
+        for user in node.users
+        if user not in forms.of_tangent
+    )
+
+
+def _end(forms: Forms, incoming: list[Any]) -> Any:
+    """The node that is the whole gradient of the logits."""
+    ends: dict[Any, None] = {}
+    for node in incoming:
         if not forms.has_form(node) or not any(t.factor == P for t in forms.form(node)):
             continue
         if any(forms.kind(u)[0] == "whole" and forms.has_form(u) for u in node.users):
@@ -98,7 +123,7 @@ def _whole(forms: Forms) -> Any:
             node = node.args[0]
         ends[node] = None
     if not ends:
-        for node in whole:
+        for node in incoming:
             forms.form(node)
         raise NoForm("no gradient of it is made of its probabilities")
     if len(ends) > 1:
@@ -113,7 +138,8 @@ def _whole(forms: Forms) -> Any:
 
 def behind_views(node: Any) -> list[Any]:
     """What uses a node, or views of it."""
-    found, stack = [], [node]
+    found: list[Any] = []
+    stack = [node]
     while stack:
         for user in stack.pop().users:
             (stack if user.target in VIEWS else found).append(user)
@@ -164,11 +190,11 @@ def _same(a: Any, b: Any) -> bool:
 # --- the forward ----------------------------------------------------------------------------------
 
 
-def _look_at_forward(gradient: Gradient) -> None:
+def _look_at_forward(gradient: Gradient, whole: list[Any]) -> None:
     """Find what is summed over rows of the logits, and picked, in the forward."""
     forms = gradient.forms
     totals = {core.total for core in forms.group}
-    for node in list(forms.graph.nodes):
+    for node in sorted({user for node in whole for user in node.users}):
         made = node in forms.of_tangent or node in totals or not node.users
         if made or node.target not in SUMS | PICKS or forms.kind(node.args[0]) != ("whole", 0):
             continue
@@ -225,8 +251,7 @@ class Emitter:
         self.editor = gradient.forms.editor
         self.graph = gradient.forms.graph
         folds = [*gradient.sums, *(gradient.picks if picks else ())]
-        order = {n: i for i, n in enumerate(self.graph.nodes)}
-        self.folds = sorted(folds, key=lambda fold: order[fold[0]])
+        self.folds = sorted(folds, key=lambda fold: fold[0])
 
     def sized(self, node: Any) -> None:
         """Put what it is made of in place of a size of the logits."""
@@ -264,8 +289,18 @@ class Emitter:
         used = [c for _, form in self.folds for c in form.values()]
         if any(t.factor == PICKED for _, form in self.folds for t in form):
             used.append(forms.inside())
+        self._check_shapes()
         self._move([n for n in (index, *factors, *used) if isinstance(n, torch.fx.Node)])
         return index, factors
+
+    def _check_shapes(self) -> None:
+        """Raise where a shape is not known that is needed later, when it is too late."""
+        gradient, forms = self.gradient, self.forms
+        for low in forms.levels[1 : gradient.level + 1]:
+            forms.sizes(value(low.cut.args[0]).shape[:-1])
+        replaced = [*(core.total for core in forms.group), *(node for node, _ in self.folds)]
+        for node in (*replaced, gradient.node):
+            forms.sizes(value(node).shape)
 
     def _first(self) -> Any:
         """The first node that the operation takes the place of."""
@@ -283,12 +318,11 @@ class Emitter:
     def _move(self, needed: list[Any]) -> None:
         """Compute nodes in front of where the operation will stand."""
         first = self._first()
-        order = {n: i for i, n in enumerate(self.graph.nodes)}
         late: dict[Any, None] = {}
         stack = list(needed)
         while stack:
             node = stack.pop()
-            if order[node] < order[first] or node in late or node.op == "placeholder":
+            if node < first or node in late or node.op == "placeholder":
                 continue
             sizes = not isinstance(value(node), (torch.Tensor, tuple, list))
             if node.op != "call_function" or not (editing.is_pure(node) or sizes):
@@ -297,7 +331,7 @@ class Emitter:
                 raise NoForm(f"a factor of it depends on {node}")
             late[node] = None
             stack.extend(node.all_input_nodes)
-        for node in sorted(late, key=order.__getitem__):
+        for node in sorted(late):
             first.prepend(node)
             compat.leave_backward(node)
         self.editor.before(first)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -112,9 +113,9 @@ def key_of(levels: list[Level], numbers: Numbers) -> Any:
 
 def bounds(node: Any, of: Any = None) -> tuple[Any, ...]:
     """(dimension, start, end, step) of a slice, or of a slice_scatter, of the tensor ``of``."""
-    args = list(node.args[1 if of is None else 2 :])
+    args: list[Any] = list(node.args[1 if of is None else 2 :])
     source = value(node.args[0])
-    dim, start, end, step = (*args, *(None,) * (4 - len(args)))
+    dim, start, end, step = args + [None] * (4 - len(args))
     dim, start, step = (dim or 0) % source.dim(), start or 0, step or 1
     size = source.shape[dim]
     if all(isinstance(n, int) for n in (size, start, step)) and (end is None or type(end) is int):
@@ -327,6 +328,18 @@ class RowValues:
 
     def _filled(self, node: Any) -> Any:
         return node.args[1] if node.target is aten.full.default else None
+
+
+def reached(roots: Iterable[Any]) -> set[Any]:
+    """Nodes, and all that is computed from them."""
+    found = set(roots)
+    stack = list(found)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
 
 
 def _equal_rows(a: Any, b: Any) -> bool:
