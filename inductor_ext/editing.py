@@ -29,6 +29,7 @@ def is_pure(node: Any) -> bool:
         and not node.target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in node.target.tags
         and node.target.namespace in ("aten", "prims")
+        and not node.is_impure()
     )
 
 

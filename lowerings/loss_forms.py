@@ -50,6 +50,7 @@ _WHERE = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.w
 MEANS = {aten.mean.dim, aten.mean.default}
 SUMS = {aten.sum.dim_IntList, aten.sum.default, *MEANS}
 PICKS = {aten.gather.default, aten.index.Tensor}
+_WRAPPING = {aten.index.Tensor, aten.index_put.default}
 _DEPTH, _TERMS = 100, 16
 
 
@@ -102,6 +103,7 @@ class Forms(RowValues):
         self.peaks = {numbers.of(core.peak) for core in group}
         self.totals = {numbers.of(core.total) for core in group}
         self.index: Any = None
+        self.wraps: bool | None = None  # whether -1 is the last column; None where it is an error
         self.tangent: Any = None
         self._forms: dict[Any, Form | NoForm] = {}
         # What is known before the sweep: neither of these.
@@ -358,7 +360,7 @@ class Forms(RowValues):
                 while index.target is aten.expand.default:
                     index = index.args[0]
                 if self._is_rows(index):
-                    self._take(index)
+                    self._take(index, wraps=False)
                     return True
         return False
 
@@ -373,12 +375,16 @@ class Forms(RowValues):
             and self.is_known(node)
         )
 
-    def _take(self, index: Any) -> None:
+    def _take(self, index: Any, wraps: bool | None) -> None:
         """Remember the target, or raise where it is not the one known."""
         if self.index is None:
             self.index = index
         elif not self.same_rows(index, self.index):
             raise NoForm("more than one column of a row stands out")
+        if self.wraps is None:
+            self.wraps = wraps
+        elif wraps not in (None, self.wraps):
+            raise NoForm("a negative target is a column here and none there")
 
     def _counts(self, node: Any, along: int, size: Any) -> bool:
         """Whether a node is 0, 1, ... along a dimension, and has no other."""
@@ -433,9 +439,18 @@ class Forms(RowValues):
         """How often the target is a column, 1 or 0."""
         return self.factor(self.inside())
 
+    def column(self) -> Any:
+        """The target's column, flat; any other number where there is none."""
+        index = self.flat(self.index)
+        if not self.wraps:
+            return index
+        call = self.editor.call
+        last = call(aten.add.Scalar, index, self._columns())
+        return call(aten.where.self, call(aten.lt.Scalar, index, 0), last, index)
+
     def inside(self) -> Any:
         """Whether the target is a column, flat."""
-        call, index = self.editor.call, self.flat(self.index)
+        call, index = self.editor.call, self.column()
         first, last = call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, self._columns())
         return call(aten.logical_and.default, first, last)
 
@@ -445,7 +460,7 @@ class Forms(RowValues):
         index = self._index_of(node)
         if index is None or self.kind(node.args[0]) != ("whole", 0):
             return None
-        self._take(index)
+        self._take(index, True if node.target in _WRAPPING else None)
         if any(t.damped or t.factor == P for t in form):
             raise NoForm("the target's probability is not known without a sweep")
         total: Form = {}
@@ -459,7 +474,7 @@ class Forms(RowValues):
     def _index_of(self, node: Any) -> Any:
         """The target's column by which a node picks or places one entry per row; or None."""
         shape = value(node.args[0]).shape
-        if node.target in (aten.index.Tensor, aten.index_put.default):
+        if node.target in _WRAPPING:
             indices = node.args[1]
             if len(shape) != 2 or len(indices) != 2 or None in indices:
                 return None
@@ -492,7 +507,7 @@ class Forms(RowValues):
         index = self._index_of(node)
         if index is None:
             return None
-        self._take(index)
+        self._take(index, True if node.target in _WRAPPING else None)
         form = self.form(source)
         if any(t.factor != ONE for t in form):
             return None

@@ -285,9 +285,9 @@ class Emitter:
                 device=value(forms.z).device,
             )
         else:
-            index = forms.lift(forms.shaped(forms.index, [-1]), level, -1)
+            index = forms.lift(forms.shaped(forms.column(), [-1]), level, -1)
         used = [c for _, form in self.folds for c in form.values()]
-        if any(t.factor == PICKED for _, form in self.folds for t in form):
+        if any(Term(PICKED) in form for _, form in self.folds):
             used.append(forms.inside())
         self._check_shapes()
         self._move([n for n in (index, *factors, *used) if isinstance(n, torch.fx.Node)])
@@ -335,7 +335,17 @@ class Emitter:
             first.prepend(node)
             compat.leave_backward(node)
         self.editor.before(first)
+        self._assert()
         self.editor.forget()  # what was not needed stands behind
+
+    def _assert(self) -> None:
+        """Let a target outside the columns be the error that it was to the picks that go."""
+        if any(node.target in PICKS for node, _ in self.folds):
+            call = self.editor.call
+            outside = call(aten.logical_not.default, self.forms.inside())
+            none = call(aten.logical_not.default, call(aten.any.dims, outside))
+            said = "index out of bounds: a target is no column of the logits"
+            call(aten._assert_async.msg, none, said)
 
     def operation(self, op: Any, *args: Any) -> list[Any]:
         """The outputs of an operation, as nodes."""
@@ -395,7 +405,7 @@ class Emitter:
     def _pick(self) -> Any:
         """z at the target, or anywhere if it is no column, from the logits."""
         forms, call = self.forms, self.editor.call
-        z, index = forms.z, forms.flat(forms.index)
+        z, index = forms.z, forms.column()
         at = call(aten.where.ScalarOther, forms.inside(), index, 0)
         at = forms.shaped(at, forms.sizes(row_shape(z, -1)))
         entry = call(aten.gather.default, z, -1, self.editor.to(at, torch.int64))
