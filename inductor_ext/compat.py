@@ -84,12 +84,13 @@ def append_graph_pass(stage: str, entry: Any) -> None:
     """Append an object with ``apply(graph) -> int`` to the pattern passes of a stage.
 
     These lists are module globals that Inductor runs in order, so no custom-pass slot is taken.
-    "early_joint" comes behind the fused attention patterns, which want the graph as it was traced,
-    and before the rewriting of scaled softmaxes.
+    "traced_joint" comes right behind the fused attention patterns, which want the graph as it was
+    traced; "early_joint" behind that and before the rewriting of scaled softmaxes.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad
 
     lists = {
+        "traced_joint": joint_graph.pass_patterns,
         "early_joint": joint_graph.pass_patterns,
         "joint": joint_graph.pass_patterns,
         "post_grad": post_grad.pass_patterns,
@@ -98,8 +99,15 @@ def append_graph_pass(stage: str, entry: Any) -> None:
         raise ValueError(f"expected a stage among {sorted(lists)}, got {stage!r}")
     if stage == "early_joint":
         lists[stage].insert(lists[stage].index(scaled_softmax_patterns()), entry)
+    elif stage == "traced_joint":
+        first = lists[stage].index(joint_graph.patterns) + 1
+        lists[stage].insert(first + _traced.get(stage, 0), entry)
+        _traced[stage] = _traced.get(stage, 0) + 1
     else:
         lists[stage].append(entry)
+
+
+_traced: dict[str, int] = {}  # entries that stand at the stage, in order
 
 
 @functools.cache
@@ -129,6 +137,16 @@ def into_memory() -> Any:
 def is_tangent(node: Any) -> bool:
     """Whether an fx node of a joint graph is a gradient that comes in."""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def may_be_recomputed(node: Any) -> bool:
+    """Whether activation checkpointing has a say in when a node of a joint graph is computed."""
+    return node.meta.get("recompute") is not None
+
+
+def leave_backward(node: Any) -> None:
+    """Let a node that was traced in the backward be computed where the partitioner likes."""
+    node.meta.pop("partitioner_tag", None)
 
 
 def is_erased(node: Any) -> bool:

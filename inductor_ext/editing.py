@@ -29,6 +29,7 @@ def is_pure(node: Any) -> bool:
         and not node.target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in node.target.tags
         and node.target.namespace in ("aten", "prims")
+        and not node.is_impure()
     )
 
 
@@ -107,6 +108,10 @@ class Editor:
             self._known[key] = node
             self.made.append(node)
         return self._known[key]
+
+    def forget(self) -> None:
+        """Make what is called from here on anew: what is there may come later in the graph."""
+        self._known.clear()
 
     def to(self, node: Any, dtype: torch.dtype) -> Any:
         """``node`` in another dtype."""

@@ -2,4 +2,5 @@
 
 from . import cross_entropy as cross_entropy
 from . import decompose_k as decompose_k
+from . import fused_loss as fused_loss
 from . import softmax as softmax

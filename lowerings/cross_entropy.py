@@ -17,7 +17,6 @@ import torch
 from inductor_ext.lowerings import softmax as softmax
 from inductor_ext.lowerings.row_forms import NotLinear
 from inductor_ext.lowerings.row_sums import Rows
-from inductor_ext.lowerings.scaled_gradient import SCALED, lower_scaled
 from inductor_ext.lowerings.softmax_cores import constant, cores, is_long, share, site, why_not
 
 from inductor_ext import choosing, compat, editing, matching, registry, report
@@ -217,9 +216,6 @@ def rewrite(graph: Any) -> None:
 
 registry.register(
     registry.Lowering(
-        NAME,
-        lower={SCALED: lower_scaled},
-        passes={"early_joint": rewrite},
-        off="the default, until it has been timed on a card",
+        NAME, passes={"early_joint": rewrite}, off="the default, until it has been timed on a card"
     )
 )

@@ -15,7 +15,6 @@ import torch
 from inductor_ext import compat, compat_ir, report
 from inductor_ext.ops import _joint
 
-NAME = "cross_entropy"
 SCALED = _joint.scaled_gradient._opoverload
 IN_PLACE = _joint.scale_gradient_._opoverload
 
@@ -32,16 +31,17 @@ def _why_not(made: Any, g: Any) -> str | None:
     return None
 
 
-def lower_scaled(made: Any, g: Any) -> Any:
+def lower_scaled(name: str, made: Any, g: Any) -> Any:
+    """What a lowering called ``name`` makes of it."""
     why_not = _why_not(made, g)
     sizes = "x".join(str(s) for s in made.get_size())
     here = f"scaled gradient {sizes} {str(made.get_dtype()).removeprefix('torch.')}"
     if why_not is None:
         compat_ir.call_custom(IN_PLACE, made, g)
         why = "nothing is moved where the incoming gradient is 1"
-        report.record(report.Decision(NAME, True, "in place", why, here, source="heuristic"))
+        report.record(report.Decision(name, True, "in place", why, here, source="heuristic"))
         return made
-    report.record(report.Decision(NAME, True, "product", why_not, here, source="heuristic"))
+    report.record(report.Decision(name, True, "product", why_not, here, source="heuristic"))
     dtype = torch.float64 if made.get_dtype() == torch.float64 else torch.float32
     factor = compat_ir.to_dtype(compat_ir.view(g, []), dtype)
     product = compat_ir.call(torch.ops.aten.mul.Tensor, compat_ir.to_dtype(made, dtype), factor)

@@ -189,6 +189,21 @@ def share(graph: Any, group: list[Core]) -> None:
     missing = editor.call(aten.ne.Tensor, peak, peak)
     total = editor.call(aten.where.self, missing, peak, total)
 
+    put_pair(editor, group, peak, total)
+    erase_unused(graph, replaced(group))
+
+
+def replaced(group: list[Core]) -> list[Any]:
+    """What may be left unused once the maxima and sums of a group are made otherwise."""
+    return [node for core in group for node in (core.total, core.peak)]
+
+
+def put_pair(editor: Editor, group: list[Core], peak: Any, total: Any) -> None:
+    """Put a maximum and a sum, in the shape of the logits with one entry along the row, in place of
+    those of a group with equal logits."""
+
+    x, dim = group[0].x, group[0].dim
+
     def put(node: Any, new: Any) -> None:
         if value(node).dim() < value(x).dim():
             new = editor.call(aten.squeeze.dim, new, dim)
@@ -202,7 +217,6 @@ def share(graph: Any, group: list[Core]) -> None:
             infinite = editor.call(aten.eq.Scalar, editor.call(aten.abs.default, peak), torch.inf)
             new = editor.call(aten.where.self, infinite, editor.call(aten.exp.default, peak), total)
         put(core.total, new)
-    erase_unused(graph, [node for core in group for node in (core.total, core.peak)])
 
 
 def is_long(x: Any, dim: int) -> bool:

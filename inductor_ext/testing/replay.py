@@ -97,6 +97,7 @@ class _Memory:
         self.tensors: dict[Ref, torch.Tensor] = {}
         self.storages: dict[int, tuple[Ref, torch.Tensor]] = {}
         self.absent: dict[int, str] = {}
+        self.symbols: dict[str, int] = {}  # a backward may have products of sizes in its inputs
 
     def put(self, ref: Ref, tensor: torch.Tensor) -> None:
         self.tensors[ref] = tensor
@@ -127,7 +128,8 @@ def _inputs(call: GraphCall, sizes: list[list[str]], memory: _Memory) -> list[An
         memory.get(ref, f"input of graph {call.graph}") if isinstance(ref, Ref) else ref
         for ref in call.inputs
     ]
-    symbols = {
+    symbols = memory.symbols
+    symbols |= {
         symbol: value.shape[dim]
         for value, names in zip(values, sizes, strict=True)
         if isinstance(value, torch.Tensor)

@@ -70,7 +70,7 @@ PROGRAMS = {
 
 @pytest.fixture(autouse=True)
 def on():
-    with inductor_ext.config.patch(strict=True), inductor_ext.enable("cross_entropy"):
+    with inductor_ext.config.patch(strict=True), inductor_ext.enable("fused_loss"):
         yield
 
 

@@ -1,0 +1,138 @@
+"""Losses on logits whose gradient is made in the forward, from unmodified code.
+
+In a joint graph, where forward and backward are one, the gradient of cross entropy (mean or sum,
+ignored rows, smoothing, z-loss, softcap, scale, in any spelling) is the incoming number g times
+something that is known while a row of logits is on the card. So one operation reads the logits once
+and writes that; the backward multiplies it by g, which moves nothing where g is 1. Stock reads the
+logits twice more. Where nothing but the loss reads the logits of a linear layer, they are not even
+kept whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from inductor_ext.lowerings import linear_loss, loss_gradient
+from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
+from inductor_ext.lowerings.loss_rows import key_of, levels_of, reached
+from inductor_ext.lowerings.scaled_gradient import SCALED, lower_scaled
+from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, site, why_not
+
+from inductor_ext import choosing, compat, editing, registry, report
+from inductor_ext.editing import value
+
+aten = torch.ops.aten
+NAME, LINEAR = "fused_loss", "linear_cross_entropy"
+
+
+def _losses(graph: Any, numbers: editing.Numbers) -> list[list[Core]]:
+    """The groups of softmaxes with equal logits that may be those of a loss."""
+    groups: dict[Any, list[Core]] = {}
+    for core in cores(graph, numbers):
+        if is_long(core.x, core.dim):
+            last = core.dim == value(core.x).dim() - 1
+            key = key_of(levels_of(core.x, numbers), numbers) if last else core.x
+            groups.setdefault((key, last), []).append(core)
+    return list(groups.values())
+
+
+def _check_logits(group: list[Core]) -> None:
+    """Raise where logits can't be a site."""
+    x, dim = group[0].x, group[0].dim
+    if dim != value(x).dim() - 1:
+        raise NoForm("the classes are not the last dimension")
+    reason = why_not(x, dim)
+    if reason is not None:
+        raise NoForm(reason)
+    if any(compat.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
+        raise NoForm("activation checkpointing computes it again in the backward")
+
+
+def _check_gradient(gradient: Gradient) -> None:
+    """Raise where a gradient of the form is left."""
+    if value(gradient.x).dtype == torch.float16:
+        raise NoForm("an fp16 gradient may underflow before the scale of the loss reaches it")
+    if compat.may_be_recomputed(gradient.x):
+        raise NoForm("activation checkpointing computes its logits again in the backward")
+
+
+def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> None:
+    """The gradient of logits in memory."""
+    if not loss_gradient.rows_of(gradient.x):
+        raise NoForm("the logits are not rows of one memory")
+    emitter = loss_gradient.Emitter(gradient, picks=False)
+    target, factors = emitter.ready()
+    x, columns = gradient.x, value(gradient.x).shape[-1]
+    if value(x).dim() != 2:
+        x = emitter.editor.call(aten.view.default, x, [-1, columns])
+    scales = gradient.scale, gradient.softcap
+    op = torch.ops.inductor_ext.rows_and_gradient.default
+    peak, total, below, dx = emitter.operation(op, x, target, *factors, *scales)
+    emitter.statistics(peak, total, below)
+    emitter.scaled(dx, gradient.node)
+    emitter.done([gradient.node])
+
+
+def _emit_linear(gradient: Gradient, numbers: editing.Numbers) -> None:
+    """The gradients of the linear layer that the logits come out of."""
+    linear_loss.emit(gradient, linear_loss.match(gradient, numbers))
+
+
+def _is_of_linear(group: list[Core], numbers: editing.Numbers) -> bool:
+    return linear_loss.is_linear(levels_of(group[0].x, numbers)[-1].base)
+
+
+def _rewrite(
+    graph: Any, name: str, emit: Callable[[Gradient, editing.Numbers], None], chosen: str, why: str
+) -> None:
+    """Rewrite the losses of a joint graph, or report why one is left."""
+    tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
+    if not tangents or not graph.find_nodes(op="call_function", target=aten.exp.default):
+        return
+    numbers, of_tangent = editing.Numbers(graph), reached(tangents)
+    for group in _losses(graph, numbers):
+        if name == LINEAR and not _is_of_linear(group, numbers):
+            continue
+        here = site(group[0].x, group[0].dim, "loss")
+        try:
+            _check_logits(group)
+            gradient = loss_gradient.find(graph, numbers, of_tangent, group)
+            if gradient is None:
+                continue
+            try:
+                _check_gradient(gradient)
+                emit(gradient, numbers)
+            finally:
+                gradient.forms.editor.drop_unused()
+        except NoForm as reason:
+            choosing.leave(name, here, str(reason))
+        else:
+            report.record(report.Decision(name, True, chosen, why, here, source="heuristic"))
+            numbers, of_tangent = editing.Numbers(graph), reached(tangents)
+    editing.check(graph)
+
+
+def rewrite_linear(graph: Any) -> None:
+    """The pass that takes linear layers in front of a loss, before the other."""
+    _rewrite(graph, LINEAR, _emit_linear, "chunks", "its logits are made a chunk at a time")
+
+
+def rewrite(graph: Any) -> None:
+    """The pass that takes logits in memory."""
+    why = "its gradient is made where the logits are read"
+    _rewrite(graph, NAME, _emit_rows, "one sweep", why)
+
+
+for _name, _pass in ((LINEAR, rewrite_linear), (NAME, rewrite)):
+    registry.register(
+        registry.Lowering(
+            _name,
+            lower={SCALED: functools.partial(lower_scaled, _name)},
+            passes={"traced_joint": _pass},
+            off="the default, until it has been timed on a card",
+        ),
+        first=True,  # of those that scale a gradient
+    )

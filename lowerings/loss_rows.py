@@ -1,0 +1,372 @@
+"""The logits of a loss, from its softmaxes down to where they come from, and values of its rows.
+
+Between the softmaxes' input z and the logits x in memory stand scales, a tanh softcap, conversions,
+views, and slices of rows (logits shifted by a token): z = scale cap tanh(x / cap) of some rows of
+x. Each slice begins a new *level*; level 0 are the rows of z. Values of a row are kept flat, [N] or
+one number [], whatever shapes they have in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from inductor_ext.lowerings.softmax_cores import constant
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from inductor_ext import compat, matching
+from inductor_ext.editing import Editor, Numbers, same_size, value
+
+aten, prims = torch.ops.aten, torch.ops.prims
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+MUL = {aten.mul.Tensor, aten.mul.Scalar}
+DIV = {aten.div.Tensor, aten.div.Scalar}
+# They keep the order of the elements.
+VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.alias.default,
+    aten.detach.default,
+    aten.clone.default,
+}
+
+
+class NoForm(Exception):
+    """Why a value is not what is looked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """z = scale softcap tanh(base / softcap), or scale base where softcap is 0, of the rows of
+    ``base`` [..., V] that remain. ``cut`` is the slice of rows behind which ``base`` stands;
+    ``tanh`` the node of the softcap."""
+
+    base: Any
+    scale: float
+    softcap: float
+    tanh: Any
+    cut: Any
+
+
+def _by_number(node: Any) -> tuple[Any, float] | None:
+    """(x, k) of x k or x / k."""
+    if node.target in MUL | DIV and len(node.args) == 2:
+        pairs = [node.args] if node.target in DIV else [node.args, node.args[::-1]]
+        for x, k in pairs:
+            number = constant(k)
+            if isinstance(x, torch.fx.Node) and number:
+                return x, float(number) if node.target in MUL else 1.0 / number
+    return None
+
+
+def levels_of(z: Any, numbers: Numbers) -> list[Level]:
+    """The levels of z, its own first."""
+    levels: list[Level] = []
+    node, outer, inner, tanh, cut = z, 1.0, 1.0, None, None
+    columns = value(z).shape[-1]
+
+    def level() -> Level:
+        if tanh is None:
+            return Level(node, outer, 0.0, None, cut)
+        return Level(node, outer * inner, 1.0 / inner, tanh, cut)
+
+    while True:
+        node = numbers.of(node)
+        source: Any = node.args[0] if node.args else None
+        by = _by_number(node) if node.op == "call_function" else None
+        if by is not None:
+            source, factor = by
+            outer, inner = (outer * factor, inner) if tanh is None else (outer, inner * factor)
+        elif node.target is aten.tanh.default and tanh is None:
+            tanh = node
+        elif node.target is aten.slice.Tensor:
+            rank = value(node).dim()
+            if (node.args[1] if len(node.args) > 1 else 0) % rank == rank - 1:
+                break
+            levels.append(level())
+            cut = node
+        elif node.target in VIEWS:
+            if not value(source).dim() or not same_size(value(source).shape[-1], columns):
+                break
+        elif node.target is not prims.convert_element_type.default:
+            break
+        if value(source).dtype not in NARROW:
+            break
+        node = source
+    return [*levels, level()]
+
+
+def key_of(levels: list[Level], numbers: Numbers) -> Any:
+    """Equal for logits that are computed alike, in whatever shape and steps."""
+    last = levels[-1]
+    cuts = [(tuple(map(str, value(low.cut.args[0]).shape)), bounds(low.cut)) for low in levels[1:]]
+    return numbers.of(last.base), last.scale, last.softcap, tuple(cuts)
+
+
+def bounds(node: Any, of: Any = None) -> tuple[Any, ...]:
+    """(dimension, start, end, step) of a slice, or of a slice_scatter, of the tensor ``of``."""
+    args: list[Any] = list(node.args[1 if of is None else 2 :])
+    source = value(node.args[0])
+    dim, start, end, step = args + [None] * (4 - len(args))
+    dim, start, step = (dim or 0) % source.dim(), start or 0, step or 1
+    size = source.shape[dim]
+    if all(isinstance(n, int) for n in (size, start, step)) and (end is None or type(end) is int):
+        start, end, step = slice(start, end, step).indices(size)
+    elif end is None or (isinstance(end, int) and end == 2**63 - 1):
+        end = 2**63 - 1
+    return dim, start, end, step
+
+
+class RowValues:
+    """Flat values of the rows: how they are made, by new nodes through ``editor``."""
+
+    def __init__(
+        self, graph: Any, numbers: Numbers, editor: Editor, z: Any, levels: list[Level]
+    ) -> None:
+        self.graph, self.numbers, self.editor = graph, numbers, editor
+        self.z, self.levels = z, levels
+        self.columns = value(z).shape[-1]
+        self.rows = [_product(value(z).shape[:-1])]
+        self.rows += [_product(value(low.base).shape[:-1]) for low in levels[1:]]
+
+    # --- shapes -----------------------------------------------------------------------------------
+
+    def kind(self, node: Any) -> tuple[str, int]:
+        """("one" | "row" | "whole", level): a number, a number per row, or all logits in shape;
+        ("", 0) for anything else."""
+        tensor = value(node)
+        if not isinstance(tensor, torch.Tensor):
+            return "one", 0
+        numel = tensor.numel()
+        if same_size(numel, 1):
+            return "one", 0
+        for level, rows in enumerate(self.rows):
+            if equal(numel, rows):
+                return "row", level
+            wide = tensor.dim() and same_size(tensor.shape[-1], self.columns)
+            if wide and equal(numel, rows * self.columns):
+                return "whole", level
+        return "", 0
+
+    def sizes(self, shape: Any) -> list[Any]:
+        """A shape as arguments of a node, made of the graph's own sizes."""
+        return [s if isinstance(s, int) else self._size(compat.expr(s)) for s in shape]
+
+    def _size(self, expr: Any) -> Any:
+        """A size as a number or node; raises NoForm where it is not made of inputs' sizes."""
+        if expr.is_Integer:
+            return int(expr)
+        for node in self.graph.nodes:
+            if node.op != "placeholder":
+                break
+            if isinstance(value(node), torch.SymInt) and compat.expr(value(node)) == expr:
+                return node
+        if not (expr.is_Mul or expr.is_Add):
+            raise NoForm(f"{expr} is not made of the sizes of inputs")
+        op = operator.mul if expr.is_Mul else operator.add
+        total, *others = (self._size(part) for part in expr.args)
+        for other in others:
+            total = self.editor.call(op, total, other)
+        return total
+
+    # --- flat values ------------------------------------------------------------------------------
+
+    def flat(self, node: Any) -> Any:
+        """A known value of the rows (or one number) as it is computed, flat."""
+        if not isinstance(node, torch.fx.Node):
+            return node
+        while node.target is aten.expand.default and self.kind(node.args[0])[0] == "one":
+            node = node.args[0]
+        number = constant(node)
+        if number is not None:
+            return number
+        tensor = value(node)
+        if not isinstance(tensor, torch.Tensor):
+            return self._number(node)
+        shape = [] if self.kind(node)[0] == "one" else [-1]
+        if tensor.dim() == len(shape):
+            return node
+        return self.shaped(node, shape)
+
+    def _number(self, number: Any) -> Any:
+        """A number as a node."""
+        device = value(self.z).device
+        number = float(number) if isinstance(number, int) else number
+        return self.editor.call(aten.full.default, [], number, dtype=torch.float32, device=device)
+
+    def shaped(self, node: Any, shape: list[Any]) -> Any:
+        """The elements of a node in another shape."""
+        op = aten.view.default if is_contiguous(value(node)) else aten.reshape.default
+        return self.editor.call(op, node, shape)
+
+    def factor(self, node: Any) -> Any:
+        """The same in fp32."""
+        node = self.flat(node)
+        if not isinstance(node, torch.fx.Node):
+            return node
+        if value(node).dtype == torch.float64 or value(node).is_complex():
+            raise NoForm(f"{node} is not computed in fp32")
+        return self.editor.to(node, torch.float32)
+
+    def add(self, a: Any, b: Any) -> Any:
+        """a + b of numbers or flat nodes."""
+        if not any(isinstance(n, torch.fx.Node) for n in (a, b)):
+            return a + b
+        if not isinstance(a, torch.fx.Node):
+            a, b = b, a
+        return a if isinstance(b, (int, float)) and b == 0 else self._two(aten.add.Tensor, a, b)
+
+    def mul(self, a: Any, b: Any) -> Any:
+        """a b of numbers or flat nodes. An infinite factor of what is not looked at elsewhere is
+        the program's own."""
+        if not any(isinstance(n, torch.fx.Node) for n in (a, b)):
+            return a * b
+        if not isinstance(a, torch.fx.Node):
+            a, b = b, a
+        if isinstance(b, (int, float)) and b in (1, -1):
+            return a if b == 1 else self.editor.call(aten.neg.default, a)
+        return self._two(aten.mul.Tensor, a, b)
+
+    def over(self, a: Any, b: Any) -> Any:
+        """a / b of numbers or flat nodes."""
+        if not isinstance(b, torch.fx.Node):
+            if isinstance(a, torch.fx.Node):
+                return self.editor.call(aten.div.Tensor, a, b)
+            return a / b if b else a * math.inf
+        if not isinstance(a, torch.fx.Node):
+            inverse = self.editor.call(aten.reciprocal.default, b)
+            return self.mul(inverse, a)
+        return self._two(aten.div.Tensor, a, b)
+
+    def _two(self, op: Any, a: Any, b: Any) -> Any:
+        """An operation on flat values of the same rows."""
+        shapes = [value(n).shape for n in (a, b) if isinstance(n, torch.fx.Node)]
+        if len({len(s) for s in shapes}) == 1 and not _equal_rows(shapes[0], shapes[-1]):
+            raise NoForm("values of other rows meet")
+        return self.editor.call(op, a, b)
+
+    def only_where(self, condition: Any, c: Any, holds: bool) -> Any:
+        """c where a condition on the row holds, or does not, and 0 elsewhere."""
+        if not isinstance(c, torch.fx.Node):
+            c = self._number(c)
+        shapes = value(condition).shape, value(c).shape
+        if len(shapes[0]) == len(shapes[1]) and not _equal_rows(*shapes):
+            raise NoForm("values of other rows meet")
+        if holds:
+            return self.editor.call(aten.where.ScalarOther, condition, c, 0.0)
+        return self.editor.call(aten.where.ScalarSelf, condition, 0.0, c)
+
+    def spread(self, c: Any, level: int = 0) -> Any:
+        """A factor with one entry per row, in memory of its own."""
+        rows = self.sizes([self.rows[level]])
+        if not isinstance(c, torch.fx.Node):
+            c = self._number(c)
+        if value(c).dim() == 1:
+            return c
+        return self.editor.call(aten.clone.default, self.editor.call(aten.expand.default, c, rows))
+
+    # --- levels -----------------------------------------------------------------------------------
+
+    def lift(self, c: Any, level: int, fill: float) -> Any:
+        """A flat value of the rows of z as one of the rows of ``level``; ``fill`` in the others."""
+        call = self.editor.call
+        for low in self.levels[1 : level + 1]:
+            source, cut = value(low.cut.args[0]), value(low.cut)
+            device = source.device
+            rows = self.sizes(source.shape[:-1])
+            other = call(aten.full.default, rows, fill, dtype=value(c).dtype, device=device)
+            inner = self.shaped(c, self.sizes(cut.shape[:-1]))
+            whole = call(aten.slice_scatter.default, other, inner, *bounds(low.cut))
+            c = self.shaped(whole, [-1])
+        return c
+
+    def lower(self, c: Any, level: int) -> Any:
+        """A flat value of the rows of ``level`` as one of the rows of z."""
+        for low in reversed(self.levels[1 : level + 1]):
+            source = value(low.cut.args[0])
+            rows = self.shaped(c, self.sizes(source.shape[:-1]))
+            c = self.shaped(self.editor.call(aten.slice.Tensor, rows, *bounds(low.cut)), [-1])
+        return c
+
+    # --- equal values -----------------------------------------------------------------------------
+
+    def same_rows(self, a: Any, b: Any, depth: int = 0) -> bool:
+        """Whether two values of rows are equal, whatever their shapes: computed alike."""
+        a, b = self._bare(a), self._bare(b)
+        if self.numbers.of(a) is self.numbers.of(b):
+            return True
+        number = self._filled(a)
+        if number is not None:
+            return number == self._filled(b)
+        if a.target is not b.target or depth > 16 or not matching.is_pointwise(a):
+            return False
+        if len(a.args) != len(b.args) or a.kwargs != b.kwargs:
+            return False
+        return all(
+            self.same_rows(x, y, depth + 1)
+            if isinstance(x, torch.fx.Node) and isinstance(y, torch.fx.Node)
+            else type(x) is type(y) and x == y
+            for x, y in zip(a.args, b.args, strict=True)
+        )
+
+    def _bare(self, node: Any) -> Any:
+        while node.target in VIEWS or (
+            node.target is aten.expand.default
+            and self.kind(node) == self.kind(node.args[0])
+            and self.kind(node)[0]
+        ):
+            node = node.args[0]
+        return node
+
+    def _filled(self, node: Any) -> Any:
+        return node.args[1] if node.target is aten.full.default else None
+
+
+def reached(roots: Iterable[Any]) -> set[Any]:
+    """Nodes, and all that is computed from them."""
+    found = set(roots)
+    stack = list(found)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def _equal_rows(a: Any, b: Any) -> bool:
+    return all(equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in order, for all that is known."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not same_size(size, 1):
+            if not same_size(stride, expected):
+                return False
+            expected = expected * size
+    return True
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all that the program has found: also products of sizes."""
+    if same_size(a, b):
+        return True
+    symbolic = any(isinstance(n, torch.SymInt) for n in (a, b))
+    return symbolic and statically_known_true(a == b)
+
+
+def _product(sizes: Any) -> Any:
+    total: Any = 1
+    for size in sizes:
+        total = total * size
+    return total
