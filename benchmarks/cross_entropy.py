@@ -9,6 +9,7 @@ Columns
   eager, compile, max_autotune   the function as written; stock torch.compile, default, max-autotune
   liger                          liger-kernel, where it can be imported and has the variant
   torch_chunked                  F.linear_cross_entropy, where torch has it
+  plugin                         torch.compile of the function as written, with the plugin
   ours                           inductor_ext.ops
 
 Kinds: fwd (no gradient wanted), bwd (of a kept graph; ours: from saved statistics), both.
@@ -128,8 +129,8 @@ def measure_case(case: Case, columns: Sequence[str], timer: Timer) -> Iterator[d
                 own = (inputs[0].clone(), *inputs[1:]) if column == "liger" else inputs
                 if kind == "both":
                     row["check"] = check(case, fn, own)
-                if column == "liger" and kind == "bwd":
-                    continue
+                if column in ("liger", "plugin") and kind == "bwd":
+                    continue  # the gradient is made in the forward
                 us = timer(step(fn, kind, own))
                 row |= {f"{kind}_us": us, f"{kind}_percent": 100 * case.bytes(kind) / copy / us}
                 torch.cuda.empty_cache()
@@ -269,15 +270,16 @@ def markdown(rows: Sequence[common.Row]) -> str:
         group = [r for r in rows if r["suite"] == suite]
         columns = list(dict.fromkeys(r["column"] for r in group))
         for kind in KINDS if suite != "linear" else ("both",):
-            heads = " | ".join([*columns, "compile over ours"])
+            mine = [c for c in ("plugin", "ours") if c in columns]
+            heads = " | ".join([*columns, *(f"compile over {c}" for c in mine)])
             lines += ["", f"## {suite}, {kind}", "", f"| case | {heads} |"]
-            lines += ["|---|" + "---|" * (len(columns) + 1)]
+            lines += ["|---|" + "---|" * (len(columns) + len(mine))]
             for case in dict.fromkeys(r["case"] for r in group):
                 found = {r["column"]: r for r in group if r["case"] == case}
                 cells = [_cell(found.get(c, {}), kind) for c in columns]
-                times = [common.number(found.get(c, {}).get(f"{kind}_us")) for c in COLUMNS]
-                ratio = common.ratio(times[COLUMNS.index("compile")], times[COLUMNS.index("ours")])
-                cells.append(f"{ratio:.2f}x" if ratio == ratio else "-")
+                times = {c: common.number(found.get(c, {}).get(f"{kind}_us")) for c in COLUMNS}
+                ratios = [common.ratio(times["compile"], times[c]) for c in mine]
+                cells += [f"{r:.2f}x" if r == r else "-" for r in ratios]
                 lines.append(f"| {case} | {' | '.join(cells)} |")
     wrong = [r for r in rows if r.get("check") not in (None, "", "ok")]
     lines += ["", *(f"{r['suite']} {r['case']} {r['column']}: {r['check']}" for r in wrong)]

@@ -11,8 +11,9 @@ from typing import Any
 from benchmarks import common
 
 DEVICE = "cuda"
-COLUMNS = ("eager", "compile", "max_autotune", "liger", "torch_chunked", "ours")
-DEFAULT_COLUMNS = ("eager", "compile", "liger", "torch_chunked", "ours")
+COLUMNS = ("eager", "compile", "max_autotune", "liger", "torch_chunked", "plugin", "ours")
+DEFAULT_COLUMNS = ("eager", "compile", "liger", "torch_chunked", "plugin", "ours")
+LOWERINGS = ("softmax", "cross_entropy", "fused_loss", "linear_cross_entropy")
 STOCK = ("eager", "compile", "max_autotune")
 KINDS = ("fwd", "bwd", "both")
 SHAPES = (
@@ -146,10 +147,6 @@ def draw(case: Case) -> tuple[Any, ...]:
 
 def program(case: Case, column: str, kind: str) -> Callable[..., Any] | None:
     """The function of a column."""
-    import torch
-
-    import inductor_ext
-
     if column == "ours":
         return ours(case.suite, kind)
     if column == "liger":
@@ -159,15 +156,25 @@ def program(case: Case, column: str, kind: str) -> Callable[..., Any] | None:
     written = as_written(case.suite)
     if column == "eager":
         return written
-    mode = None if column == "compile" else "max-autotune-no-cudagraphs"
     # One code object per case, column and kind: no recompile and no shared cache entry.
     own = common.own_code(written, f"{case.suite}_{column}_{kind}_{case.rows}_{case.columns}")
-    stock = torch.compile(own, mode=mode, dynamic=False)
+    return compiled(own, column, donated=kind != "bwd")
+
+
+def compiled(fn: Callable[..., Any], column: str, donated: bool = True) -> Callable[..., Any]:
+    """``fn`` by torch.compile, stock or with the plugin. A graph that is kept for another backward
+    may not give its buffers away (``donated``)."""
+    import torch
+
+    import inductor_ext
+
+    mode = "max-autotune-no-cudagraphs" if column == "max_autotune" else None
+    program = torch.compile(fn, mode=mode, dynamic=False)
 
     def call(*args: Any) -> Any:
-        # A graph that is kept for another backward may not give its buffers away.
-        with inductor_ext.disable(), torch._functorch.config.patch(donated_buffer=kind != "bwd"):
-            return stock(*args)
+        on = inductor_ext.enable(*LOWERINGS) if column == "plugin" else inductor_ext.disable()
+        with on, torch._functorch.config.patch(donated_buffer=donated):
+            return program(*args)
 
     return call
 
@@ -219,6 +226,4 @@ def linear_program(column: str, rows: int) -> Callable[..., Any] | None:
         if chunked is None or options is None:
             return None
         return lambda h, w, t: chunked(h, w, t, options=options())
-    mode = None if column == "compile" else "max-autotune-no-cudagraphs"
-    own = common.own_code(written, f"linear_{column}_{rows}")
-    return torch.compile(own, mode=mode, dynamic=False)
+    return compiled(common.own_code(written, f"linear_{column}_{rows}"), column)

@@ -63,9 +63,7 @@ class Gradient:
     picks: list[tuple[Any, Form]] = dataclasses.field(default_factory=list)
 
 
-def find(
-    graph: Any, numbers: Numbers, of_tangent: set[Any], group: list[Core]
-) -> Gradient | None:
+def find(graph: Any, numbers: Numbers, of_tangent: set[Any], group: list[Core]) -> Gradient | None:
     """The gradient of a group of softmaxes with equal logits; None where there is no backward, or
     probabilities are more than a loss's.
 
