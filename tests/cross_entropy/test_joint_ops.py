@@ -119,9 +119,13 @@ def test_layouts_and_targets(compute):
     wide, target = draw(rows=6, columns=900)
     target[0], target[1] = 900, 0
     twice = torch.stack([target, target], 1).int()
-    for x in (wide[:, 3:400], wide[::2, 8:408].repeat(2, 1), wide.t().contiguous().t()[:, :397]):
+    padded = wide[:, :895]
+    for x in (wide[:, 3:400], wide[::2, 8:408].repeat(2, 1), wide.t().contiguous().t()[:, :397],
+              padded):  # fmt: skip
         given = factors(target, x.shape[1], **LOSSES["smoothing"])
-        judge(compute(x, twice[:, 0], *given, 1.0, 0.0), x, target, given)
+        found = compute(x, twice[:, 0], *given, 1.0, 0.0)
+        judge(found, x, target, given)
+        assert found[3].stride() == ((900, 1) if x is padded else (x.shape[1], 1))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

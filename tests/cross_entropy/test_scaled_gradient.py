@@ -107,6 +107,20 @@ def test_in_place_or_a_product(program, dynamic):
 
 
 @pytest.mark.codegen
+def test_rows_that_inductor_pads():
+    """The gradient has the strides of its logits, so that the products behind it are aligned."""
+    (x, _), w = tensors(), torch.randn(6, 1025).requires_grad_()
+    fn = PROGRAMS["product behind"]
+    code = compile_for("h200", fn, x, w, grad=True)
+    assert chosen(code) == ["in place"]
+    assert code.forward.count("(6, 1025), (1056, 1)") == 2  # logits and gradient
+    _, found = run_interpreted(code, x, w, grad_outputs=[torch.tensor(0.3)])
+    expected = torch.autograd.grad(fn(x, w), (x, w), torch.tensor(0.3))
+    for mine, theirs in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.codegen
 def test_a_program_that_gives_nothing_away():
     with functorch_config.patch(donated_buffer=False):
         code = compile_for("h200", PROGRAMS["product behind"], *tensors(), grad=True)
