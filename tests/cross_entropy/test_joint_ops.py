@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from inductor_ext.templates import cross_entropy_launch as launch
+from inductor_ext.templates import scaling
 from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import measure
-from inductor_ext.ops import _joint, _rows
+from inductor_ext.ops import _joint
 from inductor_ext.ops import _linear_cross_entropy as linear
 from inductor_ext.testing import compile_for, launch_binaries
 
@@ -346,4 +347,11 @@ def test_few_rows_are_split():
 def test_a_tile_of_ones_choice():
     (kernel,) = binaries(8, 131072, tile=Tile(4, 8, 0, 1))
     assert kernel.name == "rows_kernel" and kernel.num_warps == 8
-    assert _rows.kernels_apply(torch.zeros(4, 9)) is False
+
+
+@pytest.mark.parametrize("stride", [50304, 50257])
+def test_scaling_moves_16_bytes_at_a_time(stride):
+    made = torch.empty(300, stride, dtype=BF16, device="meta")[:, :50257]
+    g = torch.empty((), device="meta")
+    (kernel,) = launch_binaries(lambda: scaling.scale_in_place(made, g), scaling)
+    assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
