@@ -510,6 +510,13 @@ def distributed_store() -> tuple[Any, int, int]:
     return _get_default_store(), rank, world
 
 
+def process_group(name: str) -> Any:
+    """The process group of this ``group_name``, which is what an operation can be told of it."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
 def device_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of the card (virtual in the test kit)."""
     return torch.cuda.get_device_capability(device)

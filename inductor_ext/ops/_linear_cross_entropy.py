@@ -4,10 +4,6 @@ The rows go in chunks. A chunk's logits are one matrix product into a buffer, ov
 cross-entropy kernel writes their gradient; two more products make of it the chunk's part of the
 gradients of h and W. W's parts are added in fp32 and rounded once. With one chunk the library's own
 accumulation is that sum.
-
-How long a chunk is: each reads W twice and W's fp32 gradient, which it also writes, 12 H V bytes
-beside 6 H V flops a row, so that C rows are C/2 flops a byte: 1024 rows are 512, where an H200
-needs 206 to be kept busy. More rows cost memory only.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inductor_ext import compat
-from inductor_ext.ops import _rows
+from inductor_ext.ops import _dtensor, _linear_shards, _rows, _shards
 from inductor_ext.ops._cross_entropy import (
     REDUCTIONS,
     check_dtype,
@@ -27,109 +23,18 @@ from inductor_ext.ops._cross_entropy import (
     check_placed,
     check_weight,
 )
+from inductor_ext.ops._linear_chunks import (
+    MEMORY,
+    Gradients,
+    buffer_of,
+    computing,
+    empty_gradients,
+    logits_into,
+    parts_of,
+    rows_of_chunk,
+)
 from inductor_ext.ops._rows import Loss, composed_losses, scaled
 from inductor_ext.templates import cross_entropy_launch as launch
-
-LEAST_ROWS = 1024
-MEMORY = 2_500_000_000
-
-
-def chunk_rows(rows: int, hidden: int, classes: int, itemsize: int, memory: int) -> int:
-    """Rows of a chunk: all, if their logits fit into ``memory`` bytes; else what fits beside the
-    fp32 sum of W's gradient, in steps of 128, and never less than LEAST_ROWS. All as well, if that
-    takes no more. The sum is W's gradient itself, not an addition, where W is fp32."""
-    row = classes * itemsize
-    added = 0 if itemsize == 4 else 4 * hidden * classes
-    fit = max((memory - added) // row // 128 * 128, LEAST_ROWS)
-    if rows * row <= max(memory, added + fit * row):
-        return max(rows, 1)
-    return min(rows, fit)
-
-
-def _chunk_rows(h: Tensor, w: Tensor, memory: int, wanted: Sequence[bool]) -> int:
-    # What is not made needs no sum.
-    hidden = h.shape[1] if wanted[1] else 0
-    return chunk_rows(h.shape[0], hidden, w.shape[0], h.element_size(), memory)
-
-
-def _computing(h: Tensor) -> Any:
-    """A context in which products are made in the dtype of h, whatever autocast would have."""
-    return torch.autocast(h.device.type, enabled=False)
-
-
-def _logits(h: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """h Wᵀ + bias in their dtype, written into the first rows of ``out``."""
-    out = out[: h.shape[0]]
-    if bias is None:
-        return torch.mm(h, w.t(), out=out)
-    return torch.addmm(bias, h, w.t(), out=out)
-
-
-class _Gradients:
-    """dh, dW and db, filled chunk by chunk from the gradient of the chunk's logits."""
-
-    def __init__(
-        self, h: Tensor, w: Tensor, bias: Tensor | None, chunks: int, wanted: Sequence[bool]
-    ) -> None:
-        self.h, self.w, self.bias, self.wanted = h, w, bias, wanted
-        self.dh = self.dw = self.db = None
-        if wanted[0]:
-            self.dh = torch.empty_like(h, memory_format=torch.contiguous_format)
-        if wanted[1] and chunks > 1:
-            self.dw = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
-        if wanted[2] and bias is not None:
-            self.db = torch.zeros(bias.shape, dtype=torch.float32, device=w.device)
-
-    def add(self, part: slice, dx: Tensor) -> None:
-        with _computing(dx):
-            self._add(part, dx)
-
-    def _add(self, part: slice, dx: Tensor) -> None:
-        if self.dh is not None:
-            torch.mm(dx, self.w, out=self.dh[part])
-        h = self.h[part]
-        if self.db is not None:
-            self.db += dx.sum(0, dtype=torch.float32)
-        if not self.wanted[1]:
-            return
-        if self.dw is None:
-            self.dw = torch.mm(dx.t(), h)
-        elif h.dtype == torch.float32:
-            self.dw.addmm_(dx.t(), h)
-        elif h.is_cuda:
-            torch.addmm(self.dw, dx.t(), h, out_dtype=torch.float32, out=self.dw)
-        else:
-            self.dw.addmm_(dx.t().float(), h.float())
-
-    def done(self) -> tuple[Tensor, Tensor, Tensor]:
-        """An empty tensor stands for what is not wanted."""
-        none, dtype = self.w.new_empty, self.w.dtype
-        dh = none(0) if self.dh is None else self.dh
-        dw, db = (none(0) if t is None else t.to(dtype) for t in (self.dw, self.db))
-        return dh, dw, db
-
-
-def _empty_gradients(
-    h: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``_Gradients`` returns, without values."""
-    dh, dw, db = (
-        w.new_empty(0)
-        if t is None or not want
-        else torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t, want in zip((h, w, bias), wanted, strict=True)
-    )
-    return dh, dw, db
-
-
-def _parts(rows: int, size: int) -> list[slice]:
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)] or [
-        slice(0, 0)
-    ]
-
-
-def _buffer(h: Tensor, w: Tensor, size: int) -> Tensor:
-    return torch.empty((size, w.shape[0]), dtype=h.dtype, device=h.device)
 
 
 @torch.library.custom_op("inductor_ext::linear_cross_entropy_with_gradient", mutates_args=())
@@ -140,13 +45,13 @@ def _with_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dh, dW, db) for an incoming gradient of 1; empty where it is not ``wanted``."""
     loss = Loss(_rows.INDEX, ignore_index, smoothing, scale, softcap, z_loss, mean)
-    size = _chunk_rows(h, w, memory, wanted)
-    logits, parts = _buffer(h, w, size), _parts(h.shape[0], size)
+    size = rows_of_chunk(h, w, memory, wanted)
+    logits, parts = buffer_of(h, w, size), parts_of(h.shape[0], size)
     counts = launch.count(loss, target, weight, h.shape[0], w.shape[0], h)
-    gradients, losses = _Gradients(h, w, bias, len(parts), wanted), []
+    gradients, losses = Gradients(h, w, bias, len(parts), wanted), []
     for part in parts:
-        with _computing(h):
-            x = _logits(h[part], w, bias, logits)
+        with computing(h):
+            x = logits_into(h[part], w, bias, logits)
         out, _ = launch.forward_backward(loss, x, target[part], None, weight, counts, dx=x)
         losses.append(out)
         gradients.add(part, x)
@@ -158,7 +63,7 @@ def _(
     h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Any, wanted: Sequence[bool],
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return h.new_empty((), dtype=torch.float32), *_empty_gradients(h, w, bias, wanted)
+    return h.new_empty((), dtype=torch.float32), *empty_gradients(h, w, bias, wanted)
 
 
 @torch.library.custom_op("inductor_ext::linear_cross_entropy_forward", mutates_args=())
@@ -168,15 +73,15 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(losses [N], lse [N], statistics [4, N], counts [2, 1])."""
     loss = Loss(_rows.INDEX, ignore_index, smoothing, scale, softcap, z_loss, mean)
-    size = _chunk_rows(h, w, memory, (False, False, False))
-    logits = _buffer(h, w, size)
+    size = rows_of_chunk(h, w, memory, (False, False, False))
+    logits = buffer_of(h, w, size)
     counts = launch.count(loss, target, weight, h.shape[0], w.shape[0], h)
     # Of a shape that does not hang on the number of rows, which is symbolic in a compiled program.
     counts = counts.sum(1, keepdim=True)
     results = []
-    for part in _parts(h.shape[0], size):
-        with _computing(h):
-            x = _logits(h[part], w, bias, logits)
+    for part in parts_of(h.shape[0], size):
+        with computing(h):
+            x = logits_into(h[part], w, bias, logits)
         results.append(launch.forward(loss, x, target[part], None, weight, counts=counts)[:3])
     losses, lse, stats = (torch.cat(r, -1) for r in zip(*results, strict=True))
     return losses, lse, stats, counts
@@ -198,12 +103,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dh, dW, db), empty where it is not ``wanted``; the logits are made once more."""
     loss = Loss(_rows.INDEX, ignore_index, smoothing, scale, softcap, z_loss, mean)
-    size = _chunk_rows(h, w, memory, wanted)
-    logits, parts = _buffer(h, w, size), _parts(h.shape[0], size)
-    gradients = _Gradients(h, w, bias, len(parts), wanted)
+    size = rows_of_chunk(h, w, memory, wanted)
+    logits, parts = buffer_of(h, w, size), parts_of(h.shape[0], size)
+    gradients = Gradients(h, w, bias, len(parts), wanted)
     for part in parts:
-        with _computing(h):
-            x = _logits(h[part], w, bias, logits)
+        with computing(h):
+            x = logits_into(h[part], w, bias, logits)
         own_lse = None if g_lse is None else g_lse[part]
         own_stats = stats[:, part].contiguous()
         launch.backward(
@@ -218,14 +123,14 @@ def _(
     g: Tensor, g_lse: Any, h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Any,
     stats: Tensor, counts: Tensor, wanted: Sequence[bool], *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_gradients(h, w, bias, wanted)
+    return empty_gradients(h, w, bias, wanted)
 
 
 # --- autograd -------------------------------------------------------------------------------------
 
 
 def _composed(loss: Loss, h: Tensor, w: Tensor, bias: Any, target: Tensor, weight: Any) -> Any:
-    with _computing(h):
+    with computing(h):
         x = torch.nn.functional.linear(h, w, bias)
     return composed_losses(loss, x, target, None, weight)
 
@@ -309,6 +214,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     return_lse: bool = False,
     memory: int = MEMORY,
+    group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``cross_entropy(h wᵀ + bias, target, ...)`` of which one chunk of logits exists at a time.
 
@@ -318,6 +224,12 @@ def linear_cross_entropy(
         weight ... return_lse: as in ``cross_entropy``.
         memory: bytes that the logits of a chunk, and the fp32 gradient of w if there are several
             chunks, may take. A chunk has 1024 rows at least, whatever this says.
+        group: as in ``cross_entropy``: w, bias and weight are of this rank's classes, h and target
+            are the same on every rank. The gradient of h is summed over the group in fp32 (fp64 for
+            fp64) before it is rounded; every rank must want it, or none. Logits that do not fit
+            into one chunk are made twice, also on a CPU, which keeps none here. w may also be a
+            DTensor on a mesh of one dimension, sharded on dimension 0 or replicated; bias is
+            placed as w is, h and target are plain or replicated.
 
     Returns the loss in the dtype of h; with ``return_lse`` the pair (loss, lse). Logits are rounded
     to the dtype of h, as by a linear layer. Gradients of h, w and bias; w's and the bias's are
@@ -335,21 +247,43 @@ def linear_cross_entropy(
     check_options(reduction, label_smoothing, softcap, scale, z_loss)
     if reduction not in REDUCTIONS or memory <= 0:
         raise ValueError(f"memory is expected to be a positive number of bytes, got {memory}")
-    _check(h, w, bias, target, weight)
-    rows_shape = h.shape[:-1]
-    # The kernels know no stride of the targets; H may be 0, so that the rows are counted.
-    flat, index = h.reshape(target.numel(), h.shape[-1]), target.reshape(-1).contiguous()
     loss = Loss(
         _rows.INDEX, ignore_index, label_smoothing, scale, softcap or 0.0, z_loss,
         reduction == "mean",
     )  # fmt: skip
+    if not _dtensor.is_dtensor(w):
+        _dtensor.without("w", {"h": h, "target": target, "bias": bias, "weight": weight})
+        shard = _shards.shard_of(group)
+        return _plain(loss, h, w, target, bias, weight, reduction, return_lse, memory, shard)
+    own, others, shard, wrap = _dtensor.taken_apart("w", w, 0, {"h": h, "target": target}, group)
+    bias = _dtensor.own_part("bias", bias, shard, w.device_mesh)
+    weight = _dtensor.own_weight(weight, shard, w.device_mesh)
+    h, target = others["h"], others["target"]
+    return wrap(_plain(loss, h, own, target, bias, weight, reduction, return_lse, memory, shard))
+
+
+def _plain(
+    loss: Loss, h: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None,
+    reduction: str, return_lse: bool, memory: int, shard: _shards.Shard | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    _check(h, w, bias, target, weight)
+    rows_shape = h.shape[:-1]
+    # The kernels know no stride of the targets; H may be 0, so that the rows are counted.
+    flat, index = h.reshape(target.numel(), h.shape[-1]), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().contiguous()
-    options = (ignore_index, label_smoothing, scale, softcap or 0.0, z_loss, loss.mean)
+    options = _shards.options_of(loss)
     grad = torch.is_grad_enabled()
     wanted = [grad and t is not None and t.requires_grad for t in (h, w, bias)]
-    if not _rows.kernels_apply(w.t()[:1]):
+    one = reduction != "none" and not return_lse and any(wanted) and h.dtype != torch.float16
+    if shard is not None:
+        args = (loss, flat, w, bias, index, weight, wanted, memory, shard)
+        if one:
+            total = _linear_shards.total_with_gradient(*args)
+            return _rows.total_of(total, loss.mean, flat.shape[0]).to(h.dtype)
+        losses, lse = _linear_shards.losses_of(*args)
+    elif not _rows.kernels_apply(w.t()[:1]):
         losses, lse = _composed(loss, flat, w, bias, index, weight)
-    elif reduction != "none" and not return_lse and any(wanted) and h.dtype != torch.float16:
+    elif one:
         with _rows.beside(flat):
             total, *_ = _with_gradient(flat, w, bias, index, weight, wanted, memory, *options)
         return _rows.total_of(total, loss.mean, flat.shape[0]).to(h.dtype)

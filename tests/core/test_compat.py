@@ -293,6 +293,10 @@ def test_the_store_of_a_job():
     assert compat.distributed_store() == (None, 0, 1)
 
 
+def test_a_process_group_by_its_name():
+    accepts("torch.distributed.distributed_c10d:_resolve_process_group", "group_name")
+
+
 def test_config_module():
     from inductor_ext import config
 
