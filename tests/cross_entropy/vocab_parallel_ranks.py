@@ -1,4 +1,4 @@
-"""What the ranks of test_vocab_parallel.py do: run as a program, it imports once, and then forks the
+"""What the ranks of test_vocab_parallel.py do: run as a program, it imports once and then forks the
 ranks of a job for each line of input, {"check": name, "world": ranks, "folder": ..., "args": ...}.
 
 A check is a function of (rank, world, *args). Its value, or its traceback, goes into a file.
@@ -46,7 +46,8 @@ def everyones(tensor):
 
 
 def same_everywhere(tensor):
-    assert all(torch.equal(tensor, other) for other in everyones(tensor)), "ranks differ"
+    bits = tensor.reshape(-1).contiguous().view(torch.uint8)  # NaN is NaN
+    assert all(torch.equal(bits, other) for other in everyones(bits)), "ranks differ"
 
 
 def close(name, got, truth, baseline):
