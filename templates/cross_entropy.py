@@ -112,16 +112,15 @@ def target_of(
     offset = row.to(tl.int64) * x_stride
     if KIND == INDEX:
         t = tl.load(T + row.to(tl.int64) * t_stride).to(tl.int64)
-        absent = t >= columns
-        skipped = t == ignore_index
-        if not SHARD:
-            skipped = skipped | absent | (t < 0)
-        t = tl.where(skipped, 0, t)
-        x = tl.load(X + offset + tl.where(absent, 0, t) if SHARD else X + offset + t)
-        x, _ = soft_cap(x.to(tl.float32), cap, CAPPED)
         if SHARD:
-            t = tl.where(absent, -1, t)
-            x = tl.where(absent, -float("inf"), x)
+            skipped, absent = t == ignore_index, t >= columns
+            t = tl.where(skipped | absent, 0, t)
+        else:
+            skipped = (t == ignore_index) | (t < 0) | (t >= columns)
+            t = tl.where(skipped, 0, t)
+        x, _ = soft_cap(tl.load(X + offset + t).to(tl.float32), cap, CAPPED)
+        if SHARD:
+            t, x = tl.where(absent, -1, t), tl.where(absent, -float("inf"), x)
         return t.to(tl.int32), x, skipped
     else:
         skipped = False

@@ -94,9 +94,10 @@ def _with_gradient(
     loss = Loss(INDEX, ignore_index, smoothing, scale, softcap, z_loss, mean)
     chunks = _Chunks(h, w, bias, memory, wanted)
     shard = Shard(group, start, classes)
-    losses, _, *kept = _merged(loss, chunks, target, weight, shard, wanted)
+    losses, _, stats, sums, local = _merged(loss, chunks, target, weight, shard, wanted)
     one = losses.new_ones(1).expand(h.shape[0])
-    return losses.sum(), *_gradients(loss, chunks, one, None, weight, *kept, wanted, group)
+    made = _gradients(loss, chunks, one, None, weight, stats, sums, local, wanted, group)
+    return losses.sum(), *made
 
 
 @_with_gradient.register_fake
