@@ -30,14 +30,13 @@ def taken_apart(
     ``group`` beside the mesh.
     """
     from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor import Shard as Split
 
     if group is not None:
         raise ValueError(
             f"no group is expected beside {name} as a DTensor, whose mesh has one, got {group}"
         )
     mesh, placements = sharded.device_mesh, sharded.placements
-    split = len(placements) == 1 and type(placements[0]) is Split and placements[0].dim == dim
+    split = len(placements) == 1 and placements[0].is_shard(dim)
     if not split and any(not p.is_replicate() for p in placements):
         raise ValueError(
             f"{name} is expected as a DTensor on a mesh of one dimension, sharded on dimension "

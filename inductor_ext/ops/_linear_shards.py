@@ -8,7 +8,6 @@ are made once more. A rank's part of h's gradient is made in fp32 and summed ove
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,7 +196,7 @@ def total_with_gradient(
     """The sum of ``losses_of``, with the gradients made on the way."""
     with _rows.beside(h):
         return _with_gradient(
-            h, w, bias, target, weight, wanted, memory, *dataclasses.astuple(shard),
+            h, w, bias, target, weight, wanted, memory, *shard,
             *_shards.options_of(loss),
         )[0]  # fmt: skip
 
@@ -209,7 +208,7 @@ def losses_of(
     """(loss [N], lse [N]), the same on every rank; differentiable by h, this rank's w and bias."""
     with _rows.beside(h):
         losses, lse, *_ = _forward(
-            h, w, bias, target, weight, wanted, memory, *dataclasses.astuple(shard),
+            h, w, bias, target, weight, wanted, memory, *shard,
             *_shards.options_of(loss),
         )  # fmt: skip
     return losses, lse

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,7 @@ _IGNORED = -1  # the local target of an ignored row; of another shard's: the num
 _SIZE_BITS = 40  # of a shard's number of columns, below what the ranks must agree on
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """This rank's part of the classes: the group's name; its first class and the number of all,
     which are -1 where only an exchange tells them."""
 
@@ -66,7 +65,7 @@ def gathered(mine: Tensor, group: str) -> Tensor:
     out = torch.empty((ranks * mine.shape[0], *mine.shape[1:]), dtype=mine.dtype,
                       device=mine.device)  # fmt: skip
     if mine.numel():
-        dist.all_gather_into_tensor(out, mine.contiguous(), group=process_group)
+        compat.all_gather(out, mine.contiguous(), process_group)
     return out.reshape(ranks, *mine.shape)
 
 
@@ -321,7 +320,7 @@ def losses_of(
     """(loss [N], lse [N]), the same on every rank; differentiable by this rank's x [N, V]."""
     with _rows.beside(x):
         losses, lse, *_ = _forward(
-            x if x.stride(1) == 1 else x.contiguous(), target, weight, *dataclasses.astuple(shard),
+            x if x.stride(1) == 1 else x.contiguous(), target, weight, *shard,
             *options_of(loss),
         )  # fmt: skip
     return losses, lse
@@ -329,4 +328,4 @@ def losses_of(
 
 def options_of(loss: Loss) -> tuple[Any, ...]:
     """What the operations are told of a loss: all but its kind."""
-    return dataclasses.astuple(loss)[1:]
+    return _rows.unpacked(loss)[1:]

@@ -77,9 +77,11 @@ def numbers(rank, world, split, option):
     """Every reduction, dtype, weights or none, int32 and int64."""
     sizes, options = SIZES[world][split], OPTIONS[option]
     classes = sum(sizes)
-    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
-        for reduction in ("mean", "sum", "none"):
-            weighted = (reduction == "mean") != (dtype == torch.float32)
+    reductions = {"float32": ("mean", "none"), "bfloat16": ("mean", "sum"), "float64": ("none",),
+                  "float16": ("mean",)}  # fmt: skip
+    for name, some in reductions.items():
+        for reduction in some:
+            dtype, weighted = getattr(torch, name), name in ("float32", "float16")
             x = (torch.randn(11, classes) * 3).to(dtype)
             integer = torch.int32 if weighted else torch.int64
             target = torch.randint(0, classes, (11,), dtype=integer)
@@ -89,8 +91,9 @@ def numbers(rank, world, split, option):
             args = (x, target, weight)
             every = {"g": g, "reduction": reduction, **options}
             found = parallel(*args, sizes, rank, **every)
-            again = parallel(*args, sizes, rank, **every)
-            assert all(map(torch.equal, found, again))
+            if dtype == torch.bfloat16:
+                again = parallel(*args, sizes, rank, **every)
+                assert all(map(torch.equal, found, again))
             truth = reference(torch.float64, *args, **every)
             eager = reference(dtype, *args, **every)
             for name, *pair in zip(("loss", "dx"), found, truth, eager, strict=True):
@@ -377,11 +380,12 @@ def dtensor(rank, world, classes, replicated):
                 whole = distribute_tensor(weight, mesh, [Replicate()])
             loss = ops.cross_entropy(sharded, rows, whole, **options)
             assert loss.placements == (Replicate(),) and loss.device_mesh == mesh
-            loss.sum().backward()
-            assert sharded.grad.placements == tuple(spread)
+            # Not by .grad, for which torch 2.11 replicates what to_local gives of uneven shards.
+            (found,) = torch.autograd.grad(loss.sum(), sharded)
+            assert found.placements == tuple(spread)
             truth, dx = reference(torch.float64, x, target, weight, **options)
             torch.testing.assert_close(loss.full_tensor().double(), truth, rtol=1e-5, atol=1e-6)
-            found = sharded.grad.full_tensor().double()
+            found = found.full_tensor().double()
             torch.testing.assert_close(found, dx, rtol=1e-5, atol=1e-6)
     loss, lse = ops.cross_entropy(sharded, target, return_lse=True)
     assert lse.placements == (Replicate(),) and lse.shape == (6,)
@@ -400,11 +404,11 @@ def dtensor_linear(rank, world, classes, replicated):
         tensors = [h, *(distribute_tensor(t, mesh, spread) for t in whole[1:])]
         h, w, b = (t.requires_grad_() for t in tensors)
         loss = ops.linear_cross_entropy(h, w, target, b)
-        loss.backward()
+        dh, dw, db = torch.autograd.grad(loss, tensors)
         torch.testing.assert_close(loss.full_tensor().double(), truth, rtol=1e-6, atol=0)
-        assert w.grad.placements == b.grad.placements == tuple(spread)
-        assert plain or h.grad.placements == (Replicate(),)
-        found = [t.grad if t is h and plain else t.grad.full_tensor() for t in tensors]
+        assert dw.placements == db.placements == tuple(spread)
+        assert plain or dh.placements == (Replicate(),)
+        found = [dh if plain else dh.full_tensor(), dw.full_tensor(), db.full_tensor()]
         for mine, theirs in zip(found, truths, strict=True):
             torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-6)
 
@@ -438,16 +442,20 @@ def dtensor_error(rank, world, which):
 # --- torch.compile --------------------------------------------------------------------------------
 
 
-def compiled(rank, world, kind):
-    """The same numbers, as one graph."""
+def compiled(rank, world):
+    """The same numbers as one graph, also of another number of rows."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     sizes = SIZES[world]["unequal"]
-    classes = sum(sizes)
-    x, target = torch.randn(6, classes), torch.randint(0, classes, (6,))
-    w, group = torch.randn(classes, classes), dist.group.WORLD
+    classes, group = sum(sizes), dist.group.WORLD
+    own_w = own(torch.randn(classes, classes), sizes, rank, 0)
     mesh = dist.init_device_mesh("cpu", (world,))
 
-    def logits(x, target):
-        return ops.cross_entropy(x * 2, target, group=group, label_smoothing=0.1) * 3
+    def rows(x, target):
+        return ops.cross_entropy(x, target, group=group, reduction="none", label_smoothing=0.1)
+
+    def total(x, target):
+        return ops.cross_entropy(x * 2, target, group=group) * 3
 
     def linear(x, target):
         return ops.linear_cross_entropy(x * 2, own_w, target, group=group) * 3
@@ -455,21 +463,24 @@ def compiled(rank, world, kind):
     def sharded(x, target):
         return ops.cross_entropy(x * 2, target) * 3
 
-    own_w = own(w, sizes, rank, 0)
-    fn = {"logits": logits, "linear": linear, "dtensor": sharded}[kind]
-    mine = {"logits": own(x, sizes, rank), "linear": x.clone()}.get(kind)
-    if mine is None:
-        mine = distribute_tensor(x, mesh, [Shard(1)])
-    mine.requires_grad_()
-    expected = fn(mine, target)
-    (dx,) = torch.autograd.grad(expected, mine)
-    program = torch.compile(fn, fullgraph=True)
-    loss = program(mine, target)
-    (found,) = torch.autograd.grad(loss, mine)
-    if kind == "dtensor":
-        loss, found, expected, dx = (t.full_tensor() for t in (loss, found, expected, dx))
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(found, dx)
+    # Inductor has no kernel to write of the rows alone, which saves a C++ compiler's time.
+    for fn in (rows, total, linear, sharded):
+        counter = CompileCounterWithBackend("inductor" if fn is rows else "aot_eager")
+        program = torch.compile(fn, fullgraph=True, dynamic=True, backend=counter)
+        frames = []
+        for number in (6, 9):
+            x, target = torch.randn(number, classes), torch.randint(0, classes, (number,))
+            mine = {linear: x.clone(), sharded: distribute_tensor(x, mesh, [Shard(1)])}
+            mine = mine.get(fn, own(x, sizes, rank)).requires_grad_()
+            expected, loss = fn(mine, target), program(mine, target)
+            (dx,) = torch.autograd.grad(expected.sum(), mine)
+            (found,) = torch.autograd.grad(loss.sum(), mine)
+            if fn is sharded:
+                loss, found, expected, dx = (t.full_tensor() for t in (loss, found, expected, dx))
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(found, dx)
+            frames.append(counter.frame_count)
+        assert frames[0] == frames[1], f"{fn.__name__}: {frames}"
 
 
 def main():
