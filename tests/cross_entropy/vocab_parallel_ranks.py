@@ -79,9 +79,9 @@ def numbers(rank, world, split, option):
     classes = sum(sizes)
     reductions = {"float32": ("mean", "none"), "bfloat16": ("mean", "sum"), "float64": ("none",),
                   "float16": ("mean",)}  # fmt: skip
-    for name, some in reductions.items():
+    for kind, some in reductions.items():
         for reduction in some:
-            dtype, weighted = getattr(torch, name), name in ("float32", "float16")
+            dtype, weighted = getattr(torch, kind), kind in ("float32", "float16")
             x = (torch.randn(11, classes) * 3).to(dtype)
             integer = torch.int32 if weighted else torch.int64
             target = torch.randint(0, classes, (11,), dtype=integer)
