@@ -84,12 +84,12 @@ def cross_entropy(
     if _dtensor.is_dtensor(logits):
         dim = 0 if logits.dim() == 1 else 1
         x, others, shard, wrap = _dtensor.taken_apart(
-            "logits", logits, dim, {"target": target}, group
+            "logits are", logits, dim, {"target": target}, group
         )
         weight = _dtensor.own_weight(weight, shard, logits.device_mesh)
         target = others["target"]
     else:
-        _dtensor.without("logits", {"target": target, "weight": weight})
+        _dtensor.without("logits are", {"target": target, "weight": weight})
         x, shard, wrap = logits, _shards.shard_of(group), None
     out = _plain_cross_entropy(
         x, target, weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss,

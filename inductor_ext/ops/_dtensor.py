@@ -23,7 +23,7 @@ def taken_apart(
 ) -> tuple[Tensor, dict[str, Any], Shard | None, Wrap]:
     """This rank's tensor of a DTensor whose dimension ``dim`` are the classes.
 
-    Returns it; ``others``, each replicated or plain, as plain tensors; the shard, None if nothing
+    ``name`` is what errors call it, with a verb. Returns it; ``others``, each replicated or plain, as plain tensors; the shard, None if nothing
     is sharded; and what makes replicated DTensors of results.
 
     Raises ValueError for other placements, for a mesh of more than one dimension, and for a
@@ -32,15 +32,13 @@ def taken_apart(
     from torch.distributed.tensor import DTensor, Replicate
 
     if group is not None:
-        raise ValueError(
-            f"no group is expected beside {name} as a DTensor, whose mesh has one, got {group}"
-        )
+        raise ValueError(f"no group is expected beside a DTensor, whose mesh has one, got {group}")
     mesh, placements = sharded.device_mesh, sharded.placements
     split = len(placements) == 1 and placements[0].is_shard(dim)
     if not split and any(not p.is_replicate() for p in placements):
         raise ValueError(
-            f"{name} is expected as a DTensor on a mesh of one dimension, sharded on dimension "
-            f"{dim} (the classes) or replicated, got placements {tuple(placements)}"
+            f"{name} expected as a DTensor on a mesh of one dimension, sharded on dimension {dim} "
+            f"(the classes) or replicated, got placements {tuple(placements)}"
         )
     plain = {}
     for other, tensor in others.items():
@@ -49,8 +47,8 @@ def taken_apart(
             continue
         if tensor.device_mesh != mesh or not all(p.is_replicate() for p in tensor.placements):
             raise ValueError(
-                f"{other} is expected as a tensor or as a DTensor that is replicated on the mesh "
-                f"of {name}, got placements {tuple(tensor.placements)} on {tensor.device_mesh}"
+                f"{other} is expected as a tensor, or as a DTensor that is replicated on {mesh}, "
+                f"got placements {tuple(tensor.placements)} on {tensor.device_mesh}"
             )
         plain[other] = tensor.to_local(grad_placements=tensor.placements)
 
@@ -70,7 +68,7 @@ def shard_on(name: str, sharded: Any, local: Tensor, dim: int) -> Shard:
     start = min(mesh.get_local_rank() * size, classes)
     if local.shape[dim] != min(size, classes - start):
         raise ValueError(
-            f"{name} is expected to have {min(size, classes - start)} of {classes} classes on this "
+            f"{name} expected to have {min(size, classes - start)} of {classes} classes on this "
             f"rank, as torch.chunk would, got {local.shape[dim]}"
         )
     shard = _shards.shard_of(mesh.get_group())
@@ -83,7 +81,7 @@ def without(name: str, others: dict[str, Any]) -> None:
     for other, tensor in others.items():
         if is_dtensor(tensor):
             raise ValueError(
-                f"{name} is expected as a DTensor beside {other} as one, got a plain tensor"
+                f"{name} expected as a DTensor beside {other} as one, got a plain tensor"
             )
 
 
@@ -114,12 +112,12 @@ def own_part(name: str, of_classes: Any, shard: Shard | None, mesh: Any) -> Any:
         raise ValueError(f"{name} is expected as a DTensor [classes] on {mesh}, got {of_classes!r}")
     placements = of_classes.placements
     local = of_classes.to_local(grad_placements=placements)
-    if shard is None and placements[0].is_replicate():
+    if shard is None and all(p.is_replicate() for p in placements):
         return local
     if shard is None or not placements[0].is_shard(0):
         raise ValueError(
             f"{name} is expected to be placed as the classes are, got {tuple(placements)}"
         )
-    if shard_on(name, of_classes, local, 0) != shard:
+    if shard_on(f"{name} is", of_classes, local, 0) != shard:
         raise ValueError(f"{name} is expected as ({shard.classes},), got {tuple(of_classes.shape)}")
     return local

@@ -74,7 +74,9 @@ class Gradients:
             self._add(part, dx)
 
     def _add(self, part: slice, dx: Tensor) -> None:
-        if self.dh is not None and self.dh.dtype == dx.dtype:
+        if self.dh is not None and not dx.shape[1]:  # a shard may have no classes
+            self.dh[part].zero_()
+        elif self.dh is not None and self.dh.dtype == dx.dtype:
             torch.mm(dx, self.w, out=self.dh[part])
         elif self.dh is not None and dx.is_cuda:
             torch.mm(dx, self.w, out_dtype=self.wide, out=self.dh[part])

@@ -252,10 +252,10 @@ def linear_cross_entropy(
         reduction == "mean",
     )  # fmt: skip
     if not _dtensor.is_dtensor(w):
-        _dtensor.without("w", {"h": h, "target": target, "bias": bias, "weight": weight})
+        _dtensor.without("w is", {"h": h, "target": target, "bias": bias, "weight": weight})
         shard = _shards.shard_of(group)
         return _plain(loss, h, w, target, bias, weight, reduction, return_lse, memory, shard)
-    own, others, shard, wrap = _dtensor.taken_apart("w", w, 0, {"h": h, "target": target}, group)
+    own, others, shard, wrap = _dtensor.taken_apart("w is", w, 0, {"h": h, "target": target}, group)
     bias = _dtensor.own_part("bias", bias, shard, w.device_mesh)
     weight = _dtensor.own_weight(weight, shard, w.device_mesh)
     h, target = others["h"], others["target"]

@@ -30,7 +30,8 @@ def on_ranks(_ranks, tmp_path):
     """``on_ranks(world, check, *args)`` runs a check as that many ranks: what each returned."""
 
     def run(world, check, *args):
-        job = {"check": check, "world": world, "folder": str(tmp_path), "args": args}
+        job = {"check": check, "world": world, "folder": str(tmp_path), "args": args,
+               "device": "cpu"}  # fmt: skip
         print(json.dumps(job), file=_ranks.stdin, flush=True)
         assert _ranks.stdout.readline() == "done\n"
         files = [tmp_path / f"rank{rank}.json" for rank in range(world)]
@@ -131,9 +132,9 @@ def test_dtensor(world, check, classes, replicated, on_ranks):
     ("which", "message"),
     [
         ("rows", "sharded on dimension 1 (the classes) or replicated, got placements (Shard(dim=0"),
-        ("group", "no group is expected beside logits as a DTensor"),
-        ("target", "target is expected as a tensor or as a DTensor that is replicated"),
-        ("plain logits", "logits is expected as a DTensor beside target"),
+        ("group", "no group is expected beside a DTensor"),
+        ("target", "target is expected as a tensor, or as a DTensor that is replicated"),
+        ("plain logits", "logits are expected as a DTensor beside target"),
         ("plain w", "w is expected as a DTensor beside h"),
         ("bias", "bias is expected as a DTensor [classes] on"),
         ("mesh", "a DTensor on a mesh of one dimension"),

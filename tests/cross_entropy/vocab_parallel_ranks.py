@@ -1,5 +1,6 @@
 """What the ranks of test_vocab_parallel.py do: run as a program, it imports once and then forks the
-ranks of a job for each line of input, {"check": name, "world": ranks, "folder": ..., "args": ...}.
+ranks of a job for each line of input, {"check": name, "world": ranks, "folder": ..., "args": ...,
+"device": "cpu" or "cuda"}: joined by gloo, or by NCCL with a card each.
 
 A check is a function of (rank, world, *args). Its value, or its traceback, goes into a file.
 """
@@ -22,8 +23,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from inductor_ext import measure, ops
 
 SIZES = {
-    2: {"equal": (48, 48), "unequal": (5, 90), "empty": (97, 0)},
-    4: {"equal": (24, 24, 24, 24), "unequal": (1, 60, 7, 29), "empty": (0, 50, 0, 47)},
+    1: {"equal": (96,), "unequal": (95,), "empty": (97,), "large": (32000,)},
+    2: {"equal": (48, 48), "unequal": (5, 90), "empty": (97, 0), "large": (20000, 12001)},
+    4: {
+        "equal": (24, 24, 24, 24),
+        "unequal": (1, 60, 7, 29),
+        "empty": (0, 50, 0, 47),
+        "large": (8000, 8001, 9000, 7000),
+    },
 }
 OPTIONS = {
     "plain": {},
@@ -41,8 +48,8 @@ def own(whole, sizes, rank, dim=-1):
 def everyones(tensor):
     """The tensors of all ranks."""
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tensor)
-    return found
+    dist.all_gather_object(found, tensor.cpu())
+    return [other.to(tensor.device) for other in found]
 
 
 def same_everywhere(tensor):
@@ -73,7 +80,7 @@ def reference(dtype, x, target, *args, g=None, **options):
     return loss.detach(), torch.autograd.grad(loss, x, g)[0]
 
 
-def numbers(rank, world, split, option):
+def numbers(rank, world, split, option, rows=11):
     """Every reduction, dtype, weights or none, int32 and int64."""
     sizes, options = SIZES[world][split], OPTIONS[option]
     classes = sum(sizes)
@@ -82,12 +89,12 @@ def numbers(rank, world, split, option):
     for kind, some in reductions.items():
         for reduction in some:
             dtype, weighted = getattr(torch, kind), kind in ("float32", "float16")
-            x = (torch.randn(11, classes) * 3).to(dtype)
+            x = (torch.randn(rows, classes) * 3).to(dtype)
             integer = torch.int32 if weighted else torch.int64
-            target = torch.randint(0, classes, (11,), dtype=integer)
+            target = torch.randint(0, classes, (rows,), dtype=integer)
             target[4] = target[7] = -100
             weight = torch.rand(classes) if weighted else None
-            g = torch.randn(11).to(dtype) if reduction == "none" else torch.tensor(1.5).to(dtype)
+            g = torch.randn(rows).to(dtype) if reduction == "none" else torch.tensor(1.5).to(dtype)
             args = (x, target, weight)
             every = {"g": g, "reduction": reduction, **options}
             found = parallel(*args, sizes, rank, **every)
@@ -134,7 +141,7 @@ def offsets(rank, world):
     for column in range(2):
         x = torch.tensor([[2.0, -1.0]])
         target = torch.tensor([column])
-        sizes = (1, 1) + (0,) * (world - 2)
+        sizes = (1, 1) + (0,) * (world - 2) if world > 1 else (2,)
         for smoothing in (0.0, 0.1):
             options = {"label_smoothing": smoothing}
             expected = F.cross_entropy(x.double(), target, **options).item()
@@ -150,7 +157,7 @@ def offsets(rank, world):
 def confident(rank, world):
     """Wherever the target is."""
     sizes = SIZES[world]["unequal"]
-    for column in (0, sizes[0], sum(sizes[:-1]), sum(sizes) - 1):
+    for column in (0, sizes[0] - 1, sum(sizes[:-1]), sum(sizes) - 1):
         for margin in (17.0, 40.0, 80.0):
             x = torch.zeros(1, sum(sizes))
             x[0, column] = margin
@@ -501,8 +508,13 @@ def fork(job, rank):
     folder, world = job["folder"], job["world"]
     result = ["error", "nothing"]
     try:
+        backend = "gloo"
+        if job["device"] == "cuda":
+            backend = "nccl"
+            torch.cuda.set_device(rank)
+            torch.set_default_device(f"cuda:{rank}")
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
+            backend, init_method=f"file://{folder}/store", rank=rank, world_size=world,
             timeout=datetime.timedelta(seconds=30),
         )  # fmt: skip
         torch.manual_seed(0)
