@@ -23,8 +23,9 @@ def taken_apart(
 ) -> tuple[Tensor, dict[str, Any], Shard | None, Wrap]:
     """This rank's tensor of a DTensor whose dimension ``dim`` are the classes.
 
-    ``name`` is what errors call it, with a verb. Returns it; ``others``, each replicated or plain, as plain tensors; the shard, None if nothing
-    is sharded; and what makes replicated DTensors of results.
+    ``name`` is what errors call it, with a verb. Returns it; ``others``, each replicated or plain,
+    as plain tensors; the shard, None if nothing is sharded; and what makes replicated DTensors of
+    results.
 
     Raises ValueError for other placements, for a mesh of more than one dimension, and for a
     ``group`` beside the mesh.
