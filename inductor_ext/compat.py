@@ -528,6 +528,21 @@ def distributed_store() -> tuple[Any, int, int]:
     return _get_default_store(), rank, world
 
 
+def process_group(name: str) -> Any:
+    """The process group of this ``group_name``, which is what an operation can be told of it."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def all_gather(out: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+    """Every rank's tensor after the other's along dimension 0 of ``out``."""
+    distributed = torch.distributed
+    # Named so from 2.13 on, which calls the older name deprecated.
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(out, mine, group=group)
+
+
 def device_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of the card (virtual in the test kit)."""
     return torch.cuda.get_device_capability(device)

@@ -15,7 +15,7 @@ from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
 
 from inductor_ext import compat
 from inductor_ext.editing import Numbers, same_shape, value
-from inductor_ext.ops._linear_cross_entropy import MEMORY
+from inductor_ext.ops._linear_chunks import MEMORY
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.addmm.default}

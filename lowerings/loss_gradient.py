@@ -192,7 +192,7 @@ def _look_at_forward(gradient: Gradient, whole: list[Any]) -> None:
     """Find what is summed over rows of the logits, and picked, in the forward."""
     forms = gradient.forms
     totals = {core.total for core in forms.group}
-    for node in sorted({user for node in whole for user in node.users}):
+    for node in sorted({user for source in whole for user in source.users}):
         made = node in forms.of_tangent or node in totals or not node.users
         if made or node.target not in SUMS | PICKS or forms.kind(node.args[0]) != ("whole", 0):
             continue

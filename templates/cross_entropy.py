@@ -27,6 +27,9 @@ need no comparison per element.
 One program per row, or per (row, split). No atomics: the same bits every run. A row whose target
 is ignored, or that has no SPARSE entry, is not swept, so what it holds does not matter; its
 gradient is stored as 0.
+
+SHARD: x holds some of an INDEX row's classes, and ``cross_entropy_shards`` merges what each shard
+has of the row. A target at or past the last column is another shard's.
 """
 
 from __future__ import annotations
@@ -99,18 +102,25 @@ def sigmoid(d):
 @triton.jit
 def target_of(
     X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
-    KIND: tl.constexpr, CAPPED: tl.constexpr, K_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, CAPPED: tl.constexpr, K_BLOCK: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
     """(column of the target, its logit or -inf, row is skipped).
 
-    Skipped is a row whose target is ignored, and one without SPARSE entries.
+    Skipped is a row whose target is ignored, and one without SPARSE entries. The column of another
+    SHARD's target is -1.
     """
     offset = row.to(tl.int64) * x_stride
     if KIND == INDEX:
         t = tl.load(T + row.to(tl.int64) * t_stride).to(tl.int64)
-        skipped = (t == ignore_index) | (t < 0) | (t >= columns)
-        t = tl.where(skipped, 0, t)
+        if SHARD:
+            skipped, absent = t == ignore_index, t >= columns
+            t = tl.where(skipped | absent, 0, t)
+        else:
+            skipped = (t == ignore_index) | (t < 0) | (t >= columns)
+            t = tl.where(skipped, 0, t)
         x, _ = soft_cap(tl.load(X + offset + t).to(tl.float32), cap, CAPPED)
+        if SHARD:
+            t, x = tl.where(absent, -1, t), tl.where(absent, -float("inf"), x)
         return t.to(tl.int32), x, skipped
     else:
         skipped = False

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import cross_entropy, cross_entropy_rows, row_gradient, row_group
+from . import cross_entropy, cross_entropy_rows, cross_entropy_shards, row_gradient, row_group
 
 NONE, INDEX, DENSE, SPARSE = (
     kind.value
@@ -128,10 +128,15 @@ def _shape_of(tile: Tile) -> dict[str, Any]:
     return options
 
 
-def _sides(loss: Loss, x: Any, target: Any, q: Any, weight: Any) -> tuple[list[Any], list[Any]]:
-    """(pointer arguments T, Q, W, W_SUM; t_stride, q_stride, K); x stands in where none is used."""
-    total = weight.sum(dtype=torch.float32) if weight is not None else None
-    if weight is None and loss.smoothing:
+def _sides(
+    loss: Loss, x: Any, target: Any, q: Any, weight: Any, total: Any = None
+) -> tuple[list[Any], list[Any]]:
+    """(pointer arguments T, Q, W, W_SUM; t_stride, q_stride, K); x stands in where none is used.
+
+    ``total`` is the sum of the class weights where x has not all classes."""
+    if total is None and weight is not None:
+        total = weight.sum(dtype=torch.float32)
+    if total is None and loss.smoothing:
         total = x.new_full((), x.shape[1], dtype=torch.float32)
     pointers = [target, q, weight, total]
     strides = [
@@ -205,7 +210,7 @@ def _segments(rows: Any, columns: Any, block: int) -> tuple[Any, Any]:
 
 def _read(
     loss: Loss, x: Any, target: Any, q: Any, weight: Any, counts: Any, losses: Any, lse: Any,
-    stats: Any, tile: Tile | None = None,
+    stats: Any, tile: Tile | None = None, shard: bool = False,
 ) -> None:  # fmt: skip
     rows, columns = x.shape
     tile = tile or read_tile(columns, x.element_size())
@@ -221,23 +226,25 @@ def _read(
     sizes = [rows, columns, x.stride(0), *strides, loss.ignore_index, counts.shape[1], splits]
     wrap_triton(cross_entropy_rows.statistics_kernel)[(rows * splits,)](
         x, *pointers, counts, losses, lse, stats, partials, *sizes, segment,
-        *_numbers(loss), **constants, SPLIT=splits > 1, **layout, **_shape_of(tile),
+        *_numbers(loss), **constants, SPLIT=splits > 1, SHARD=shard, **layout,
+        **_shape_of(tile),
     )  # fmt: skip
     if splits > 1:
         wrap_triton(cross_entropy_rows.merge_kernel)[(rows,)](
             x, *pointers, counts, losses, lse, stats, partials, *sizes, *_numbers(loss),
-            **constants, SPLITS=triton.next_power_of_2(splits), num_warps=1,
+            **constants, SPLITS=triton.next_power_of_2(splits), SHARD=shard, num_warps=1,
         )  # fmt: skip
 
 
 def backward(
     loss: Loss, g: Any, g_lse: Any, x: Any, target: Any, q: Any, weight: Any, stats: Any,
-    counts: Any, tile: Tile | None = None, dx: Any = None,
+    counts: Any, tile: Tile | None = None, dx: Any = None, total: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of x in its dtype from ``forward``'s statistics: one read, one write.
 
     ``g`` [N] is the gradient of the losses, ``g_lse`` [N] or None that of lse; any stride. ``dx``,
-    if given, is written and may be x itself.
+    if given, is written and may be x itself. With ``total``, the sum of all class weights, x is a
+    shard: ``counts`` [3] are the sums and smoothing / classes, the rest is ``merge_shards``'.
     """
     rows, columns = x.shape
     tile = tile or gradient_tile(columns, x.element_size())
@@ -249,14 +256,15 @@ def backward(
     chunks = triton.cdiv(columns, chunk)
     if in_place:  # all of a row's single logits are read before any is overwritten
         chunk, chunks = chunk * chunks, 1
-    pointers, strides = _sides(loss, x, target, q, weight)
+    pointers, strides = _sides(loss, x, target, q, weight, total)
     constants = _constants(loss, x, weight, counts, strides[2])
     wrap_triton(cross_entropy_rows.gradient_kernel)[(rows * chunks,)](
         x, dx, *pointers, counts, stats, g, x if g_lse is None else g_lse,
         rows, columns, x.stride(0), dx.stride(0), strides[0], strides[1], g.stride(0),
-        0 if g_lse is None else g_lse.stride(0), strides[2], loss.ignore_index, counts.shape[1],
-        chunks, chunk, *_numbers(loss), **constants, WITH_G_LSE=g_lse is not None,
-        **layout, SAME=_same(x, dx), **_shape_of(tile),
+        0 if g_lse is None else g_lse.stride(0), strides[2], loss.ignore_index,
+        counts.shape[1] if total is None else 1, chunks, chunk, *_numbers(loss),
+        **constants, WITH_G_LSE=g_lse is not None, SHARD=total is not None, **layout,
+        SAME=_same(x, dx), **_shape_of(tile),
     )  # fmt: skip
     return dx
 
@@ -291,6 +299,47 @@ def forward_backward(
         SAME=_same(x, dx), **_held(tile, columns, layout), **_shape_of(tile),
     )  # fmt: skip
     return losses, dx
+
+
+def shared_rows(loss: Loss, weighted: bool) -> int:
+    """K: how many numbers a shard shares of each row."""
+    return 3 + 2 * (loss.smoothing != 0) + weighted
+
+
+def shard_statistics(loss: Loss, x: Any, target: Any, weight: Any) -> torch.Tensor:
+    """What a shard of the classes has of each row, [K, N]: one read of it.
+
+    ``target`` [N] are columns of x; ``loss.ignore_index`` where a row is ignored, the number of
+    columns where the target is another shard's. ``cross_entropy_shards`` says what the K are.
+    """
+    shape = (shared_rows(loss, weight is not None), x.shape[0])
+    packed = torch.empty(shape, dtype=torch.float32, device=x.device)
+    # No row is finished here: what only that needs is not read.
+    counts = packed[:, :1]
+    _read(loss, x, target, None, weight, counts, packed, packed, packed, shard=True)
+    return packed
+
+
+def merge_shards(
+    loss: Loss, packed: Any, target: Any, weight: Any, sums: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss [N], lse [N], statistics [4, N]) of rows from what all shards have of them.
+
+    ``packed`` [shards, K, N]; ``target`` as for ``shard_statistics``; ``weight`` [N] the targets'
+    class weights; ``sums`` [4]: of those, of the rows that count, smoothing / classes, and the sum
+    of all class weights.
+    """
+    shards, _, rows = packed.shape
+    losses, lse = (torch.empty(rows, dtype=torch.float32, device=packed.device) for _ in range(2))
+    stats = torch.empty((STATISTICS, rows), dtype=torch.float32, device=packed.device)
+    block = 64
+    wrap_triton(cross_entropy_shards.merge_shards_kernel)[(triton.cdiv(rows, block),)](
+        packed, target, packed if weight is None else weight, sums, losses, lse, stats,
+        shards, packed.shape[1], rows, loss.ignore_index, loss.scale, 1.0 - loss.smoothing,
+        loss.z_loss, WEIGHTED=weight is not None, SMOOTH=loss.smoothing != 0, MEAN=loss.mean,
+        SHARDS=triton.next_power_of_2(shards), BLOCK=block, num_warps=2,
+    )  # fmt: skip
+    return losses, lse, stats
 
 
 def like_rows(x: torch.Tensor) -> torch.Tensor:

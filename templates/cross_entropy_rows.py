@@ -2,6 +2,7 @@
 
 statistics_kernel   one read: loss, lse and what the gradient needs; per row or (row, split)
 merge_kernel        the splits of a row into one
+                    (both leave what a SHARD has of a row, instead of the row's own)
 gradient_kernel     one read and one write, from saved statistics; per (row, chunk)
 fused_kernel        loss and gradient; the second sweep reads what registers do not hold from L2
 """
@@ -45,14 +46,33 @@ def _skip(LOSS, LSE, STATS, COUNTS, rows, row, programs, MEAN: tl.constexpr,
 
 
 @triton.jit
+def _share(
+    PACKED, W, W_SUM, rows, row, t, shift, total, x_t, linear, SKIPPED: tl.constexpr,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """What a shard has of a row: ``cross_entropy_shards`` says what is where."""
+    tl.store(PACKED + row, shift)
+    tl.store(PACKED + rows + row, total)
+    tl.store(PACKED + 2 * rows + row, x_t)
+    if SMOOTH:
+        tl.store(PACKED + 3 * rows + row, linear)
+        tl.store(PACKED + 4 * rows + row, tl.load(W_SUM).to(tl.float32))
+    if WEIGHTED:
+        w = 0.0
+        if not SKIPPED:
+            w = tl.load(W + t, mask=t >= 0, other=0.0).to(tl.float32)
+        tl.store(PACKED + (5 if SMOOTH else 3) * rows + row, w)
+
+
+@triton.jit
 def statistics_kernel(
     X, T, Q, W, W_SUM, COUNTS, LOSS, LSE, STATS, PARTIALS,
     rows, columns, x_stride, t_stride, q_stride, K, ignore_index, programs, splits, segment,
     scale, cap, keep, smoothing, z_loss,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     MEAN: tl.constexpr, PROGRAMS: tl.constexpr, K_BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, THREADS: tl.constexpr,
-    E: tl.constexpr, STAGES: tl.constexpr,
+    SHARD: tl.constexpr, COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr,
+    THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Numbers are doubles in programs that Inductor writes.
     scale, cap, z_loss = (
@@ -71,11 +91,13 @@ def statistics_kernel(
         row = row // splits
     t, x_t, skipped = target_of(
         X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
-        KIND, CAPPED, K_BLOCK,
+        KIND, CAPPED, K_BLOCK, SHARD,
     )  # fmt: skip
     if KIND == INDEX or KIND == SPARSE:
         if skipped:
-            if not SPLIT:
+            if SHARD and not SPLIT:
+                _share(STATS, W, W_SUM, rows, row, 0, 0.0, 1.0, 0.0, 0.0, True, WEIGHTED, SMOOTH)
+            elif not SPLIT:
                 _skip(LOSS, LSE, STATS, COUNTS, rows, row, programs, MEAN, PROGRAMS)
             return
     offset, head = row_start(row, x_stride, E, ALIGNED)
@@ -97,6 +119,9 @@ def statistics_kernel(
         # An empty split has the sum 0, whatever its anchor: merged with -inf, it never wins.
         shift = tl.where(total == 0, -float("inf"), anchor)
         _put(PARTIALS, rows * splits, row * splits + part, shift, total, linear, mass)
+    elif SHARD:
+        shift = tl.where(total == 0, -float("inf"), anchor)
+        _share(STATS, W, W_SUM, rows, row, t, shift, total, x_t, linear, False, WEIGHTED, SMOOTH)
     else:
         loss, lse, anchor, total, margin, mass = finish(
             X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, anchor, total, linear,
@@ -116,6 +141,7 @@ def merge_kernel(
     scale, cap, keep, smoothing, z_loss,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     MEAN: tl.constexpr, PROGRAMS: tl.constexpr, K_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    SHARD: tl.constexpr,
 ):  # fmt: skip
     # Numbers are doubles in programs that Inductor writes.
     scale, cap, z_loss = (
@@ -127,11 +153,14 @@ def merge_kernel(
     row = tl.program_id(0)
     t, x_t, skipped = target_of(
         X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
-        KIND, CAPPED, K_BLOCK,
+        KIND, CAPPED, K_BLOCK, SHARD,
     )  # fmt: skip
     if KIND == INDEX or KIND == SPARSE:
         if skipped:
-            _skip(LOSS, LSE, STATS, COUNTS, rows, row, programs, MEAN, PROGRAMS)
+            if SHARD:
+                _share(STATS, W, W_SUM, rows, row, 0, 0.0, 1.0, 0.0, 0.0, True, WEIGHTED, SMOOTH)
+            else:
+                _skip(LOSS, LSE, STATS, COUNTS, rows, row, programs, MEAN, PROGRAMS)
             return
     i = tl.arange(0, SPLITS)
     at = PARTIALS + row * splits + i
@@ -142,15 +171,19 @@ def merge_kernel(
     mass = tl.load(at + 3 * size, mask=i < splits, other=0.0)
     state = (shift, total, linear, mass)
     anchor, total, linear, mass = gather(state, x_t, scale * LOG2E, KIND, SMOOTH)
-    loss, lse, anchor, total, margin, mass = finish(
-        X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, anchor, total, linear, mass,
-        K, scale, scale * LOG2E, cap, (keep, spread), z_loss,
-        denominators(COUNTS, programs, MEAN, PROGRAMS),
-        KIND, WEIGHTED, SMOOTH, CAPPED, K_BLOCK,
-    )  # fmt: skip
-    tl.store(LOSS + row, loss)
-    tl.store(LSE + row, lse)
-    _put(STATS, rows, row, anchor, total, margin, mass)
+    if SHARD:
+        merged = tl.where(total == 0, -float("inf"), anchor)
+        _share(STATS, W, W_SUM, rows, row, t, merged, total, x_t, linear, False, WEIGHTED, SMOOTH)
+    else:
+        loss, lse, anchor, total, margin, mass = finish(
+            X, T, Q, W, W_SUM, row, x_stride, q_stride, t, x_t, anchor, total, linear, mass,
+            K, scale, scale * LOG2E, cap, (keep, spread), z_loss,
+            denominators(COUNTS, programs, MEAN, PROGRAMS),
+            KIND, WEIGHTED, SMOOTH, CAPPED, K_BLOCK,
+        )  # fmt: skip
+        tl.store(LOSS + row, loss)
+        tl.store(LSE + row, lse)
+        _put(STATS, rows, row, anchor, total, margin, mass)
 
 
 @triton.jit
@@ -180,8 +213,8 @@ def gradient_kernel(
     ignore_index, programs, chunks, chunk, scale, cap, keep, smoothing, z_loss,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
     MEAN: tl.constexpr, WITH_G_LSE: tl.constexpr, PROGRAMS: tl.constexpr, K_BLOCK: tl.constexpr,
-    COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, R: tl.constexpr,
-    THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
+    SHARD: tl.constexpr, COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr,
+    R: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Numbers are doubles in programs that Inductor writes.
     scale, cap, z_loss = (
@@ -190,6 +223,8 @@ def gradient_kernel(
         tl.cast(z_loss, tl.float32),
     )
     keep, spread = tl.cast(keep, tl.float32), tl.cast(smoothing, tl.float32) / columns
+    if SHARD:  # the number of classes is known on the card only
+        spread = tl.load(COUNTS + 2 * programs)
     columns = columns // COLUMNS_OF * COLUMNS_OF  # what masks are made of, by its divisor
     chunk = chunk // (R * THREADS * E) * (R * THREADS * E)
     alpha = scale * LOG2E
@@ -198,7 +233,7 @@ def gradient_kernel(
     part = tl.program_id(0) % chunks
     t, x_t, skipped = target_of(
         X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
-        KIND, CAPPED, K_BLOCK,
+        KIND, CAPPED, K_BLOCK, SHARD,
     )  # fmt: skip
     offset, head = row_start(row, x_stride, E, ALIGNED)
     first = head + part * chunk
@@ -229,6 +264,8 @@ def gradient_kernel(
         KIND, WEIGHTED, SMOOTH,
     )  # fmt: skip
     if KIND == INDEX or KIND == SPARSE:
+        if SHARD:  # what is read at another shard's target is not stored
+            t = tl.maximum(t, 0)
         single, used = single_slope(
             X, T, Q, W, row, x_stride, q_stride, t, x_t, K, scale, alpha, cap, eps_of, anchor,
             per_exp, per_q, per_p, margin, KIND, WEIGHTED, SMOOTH, CAPPED, K_BLOCK,
@@ -276,7 +313,7 @@ def fused_kernel(
     row = tl.program_id(0)
     t, x_t, skipped = target_of(
         X, T, Q, row, x_stride, t_stride, q_stride, columns, K, ignore_index, cap,
-        KIND, CAPPED, K_BLOCK,
+        KIND, CAPPED, K_BLOCK, False,
     )  # fmt: skip
     offset, head = row_start(row, x_stride, E, ALIGNED)
     edges = tl.minimum(head, columns)

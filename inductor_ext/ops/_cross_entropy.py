@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext.ops import _rows
+from inductor_ext.ops import _dtensor, _rows, _shards
 
 REDUCTIONS = ("mean", "sum", "none")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,6 +26,7 @@ def cross_entropy(
     scale: float = 1.0,
     z_loss: float = 0.0,
     return_lse: bool = False,
+    group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of ``z = scale c tanh(logits / c)`` (``scale logits`` without a softcap).
 
@@ -51,6 +52,21 @@ def cross_entropy(
         z_loss: factor of lse^2; not weighted by class.
         return_lse: return ``(loss, lse)``; lse has the rows' shape, is fp32 (fp64 for fp64), is 0
             where a row is ignored, and is differentiable.
+        group: a ``torch.distributed.ProcessGroup`` over which the classes lie, in the order of its
+            ranks. logits and weight are this rank's classes, of any number, also none; C is the
+            number of all. target is of class indices among all, and the same on every rank: where
+            it is not, the loss is inf or NaN as soon as no rank, or more than one, has the class
+            that it was given for a row.
+
+    With a group every rank has the same loss and lse, bit for bit, and must use them alike: the
+    gradient is that of one loss, for this rank's logits. Ranks exchange a few numbers of each row,
+    and one that tells where their classes begin. Ranks with other rows, dtypes or options are a
+    ValueError (an assertion on the device, if that is a card), as far as the exchange succeeds; an
+    error on one rank leaves the others waiting. There are no gradients of gradients. logits may
+    also be a DTensor on a mesh of one dimension, sharded on the dimension of classes or replicated:
+    then the group is the mesh's, target and weight are plain and whole or DTensors (weight sharded
+    as the classes are, or replicated, as target is), results are replicated DTensors, and logits'
+    gradient is placed as logits are.
 
     Returns the loss in the dtype of logits; with "none" in the shape of the rows. Computed in fp32
     (fp64 for fp64), from one read of the logits; the gradient from one read and one write. With
@@ -65,6 +81,28 @@ def cross_entropy(
     ``ignore_index`` fails an assertion on the device, as in torch.
     """
     check_options(reduction, label_smoothing, softcap, scale, z_loss)
+    if _dtensor.is_dtensor(logits):
+        dim = 0 if logits.dim() == 1 else 1
+        x, others, shard, wrap = _dtensor.taken_apart(
+            "logits are", logits, dim, {"target": target}, group
+        )
+        weight = _dtensor.own_weight(weight, shard, logits.device_mesh)
+        target = others["target"]
+    else:
+        _dtensor.without("logits are", {"target": target, "weight": weight})
+        x, shard, wrap = logits, _shards.shard_of(group), None
+    out = _plain_cross_entropy(
+        x, target, weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss,
+        return_lse, shard,
+    )  # fmt: skip
+    return out if wrap is None else wrap(out)
+
+
+def _plain_cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str,
+    label_smoothing: float, softcap: float | None, scale: float, z_loss: float, return_lse: bool,
+    shard: _shards.Shard | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     _check_tensors(logits, target, weight, ignore_index)
     if logits.dim() == 1:
         by_class, rows_shape = logits[None], ()
@@ -73,6 +111,11 @@ def cross_entropy(
         rows_shape = tuple(by_class.shape[:-1])
     x = by_class.reshape(math.prod(rows_shape), by_class.shape[-1])
     kind, index, probabilities = _rows.INDEX, None, None
+    if shard is not None and target.is_floating_point():
+        raise TypeError(
+            f"target is expected to be int32 or int64 where the classes are sharded, got "
+            f"{target.dtype}"
+        )
     if target.is_floating_point():
         kind = _rows.DENSE
         probabilities = target[None] if target.dim() == 1 else target.movedim(1, -1)
@@ -85,9 +128,13 @@ def cross_entropy(
         kind, ignore_index, label_smoothing, scale, softcap or 0.0, z_loss, reduction == "mean"
     )
     weight = None if weight is None else weight.detach().contiguous()
-    if reduction != "none" and not return_lse:
+    if shard is None and reduction != "none" and not return_lse:
         return _rows.loss_with_gradient(loss, x, index, probabilities, weight).to(logits.dtype)
-    losses, lse = _rows.losses_of(loss, x, index, probabilities, weight)
+    if shard is None:
+        losses, lse = _rows.losses_of(loss, x, index, probabilities, weight)
+    else:
+        assert index is not None
+        losses, lse = _shards.losses_of(loss, x, index, weight, shard)
     out = losses.reshape(rows_shape) if reduction == "none" else _rows.total_of(losses, loss.mean)
     out = out.to(logits.dtype)
     return (out, lse.reshape(rows_shape)) if return_lse else out

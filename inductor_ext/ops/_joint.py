@@ -23,7 +23,7 @@ from torch import Tensor
 
 from inductor_ext.ops import _composed as composed
 from inductor_ext.ops import _rows
-from inductor_ext.ops._linear_cross_entropy import by_chunks, empty_gradients
+from inductor_ext.ops._linear_chunks import by_chunks, empty_gradients
 from inductor_ext.templates import cross_entropy_launch as launch
 from inductor_ext.templates import scaling
 

@@ -4,22 +4,18 @@ The rows go in chunks. A chunk's logits are one matrix product into a buffer, ov
 cross-entropy kernel writes their gradient; two more products make of it the chunk's part of the
 gradients of h and W. W's parts are added in fp32 and rounded once. With one chunk the library's own
 accumulation is that sum.
-
-How long a chunk is: each reads W twice and W's fp32 gradient, which it also writes, 12 H V bytes
-beside 6 H V flops a row, so that C rows are C/2 flops a byte: 1024 rows are 512, where an H200
-needs 206 to be kept busy. More rows cost memory only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from inductor_ext import compat
-from inductor_ext.ops import _rows
+from inductor_ext.ops import _dtensor, _linear_shards, _rows, _shards
 from inductor_ext.ops._cross_entropy import (
     REDUCTIONS,
     check_dtype,
@@ -27,129 +23,9 @@ from inductor_ext.ops._cross_entropy import (
     check_placed,
     check_weight,
 )
+from inductor_ext.ops._linear_chunks import MEMORY, by_chunks, computing, empty_gradients
 from inductor_ext.ops._rows import Loss, composed_losses, scaled
 from inductor_ext.templates import cross_entropy_launch as launch
-
-LEAST_ROWS = 1024
-MEMORY = 2_500_000_000
-
-
-def chunk_rows(rows: int, hidden: int, classes: int, itemsize: int, memory: int) -> int:
-    """Rows of a chunk: all, if their logits fit into ``memory`` bytes; else what fits beside the
-    fp32 sum of W's gradient, in steps of 128, and never less than LEAST_ROWS. All as well, if that
-    takes no more. The sum is W's gradient itself, not an addition, where W is fp32."""
-    row = classes * itemsize
-    added = 0 if itemsize == 4 else 4 * hidden * classes
-    fit = max((memory - added) // row // 128 * 128, LEAST_ROWS)
-    if rows * row <= max(memory, added + fit * row):
-        return max(rows, 1)
-    return min(rows, fit)
-
-
-def _chunk_rows(h: Tensor, w: Tensor, memory: int, wanted: Sequence[bool]) -> int:
-    # What is not made needs no sum.
-    hidden = h.shape[1] if wanted[1] else 0
-    return chunk_rows(h.shape[0], hidden, w.shape[0], h.element_size(), memory)
-
-
-def _computing(h: Tensor) -> Any:
-    """A context in which products are made in the dtype of h, whatever autocast would have."""
-    return torch.autocast(h.device.type, enabled=False)
-
-
-def _logits(h: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """h Wᵀ + bias in their dtype, written into the first rows of ``out``."""
-    out = out[: h.shape[0]]
-    if bias is None:
-        return torch.mm(h, w.t(), out=out)
-    return torch.addmm(bias, h, w.t(), out=out)
-
-
-class _Gradients:
-    """dh, dW and db, filled chunk by chunk from the gradient of the chunk's logits."""
-
-    def __init__(
-        self, h: Tensor, w: Tensor, bias: Tensor | None, chunks: int, wanted: Sequence[bool]
-    ) -> None:
-        self.h, self.w, self.bias, self.wanted = h, w, bias, wanted
-        self.dh = self.dw = self.db = None
-        if wanted[0]:
-            self.dh = torch.empty_like(h, memory_format=torch.contiguous_format)
-        if wanted[1] and chunks > 1:
-            self.dw = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
-        if wanted[2] and bias is not None:
-            self.db = torch.zeros(bias.shape, dtype=torch.float32, device=w.device)
-
-    def add(self, part: slice, dx: Tensor) -> None:
-        with _computing(dx):
-            self._add(part, dx)
-
-    def _add(self, part: slice, dx: Tensor) -> None:
-        if self.dh is not None:
-            torch.mm(dx, self.w, out=self.dh[part])
-        h = self.h[part]
-        if self.db is not None:
-            self.db += dx.sum(0, dtype=torch.float32)
-        if not self.wanted[1]:
-            return
-        if self.dw is None:
-            self.dw = torch.mm(dx.t(), h)
-        elif h.dtype == torch.float32:
-            self.dw.addmm_(dx.t(), h)
-        elif h.is_cuda:
-            torch.addmm(self.dw, dx.t(), h, out_dtype=torch.float32, out=self.dw)
-        else:
-            self.dw.addmm_(dx.t().float(), h.float())
-
-    def done(self) -> tuple[Tensor, Tensor, Tensor]:
-        """An empty tensor stands for what is not wanted."""
-        none, dtype = self.w.new_empty, self.w.dtype
-        dh = none(0) if self.dh is None else self.dh
-        dw, db = (none(0) if t is None else t.to(dtype) for t in (self.dw, self.db))
-        return dh, dw, db
-
-
-def empty_gradients(
-    h: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``_Gradients`` returns, without values."""
-    dh, dw, db = (
-        w.new_empty(0)
-        if t is None or not want
-        else torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t, want in zip((h, w, bias), wanted, strict=True)
-    )
-    return dh, dw, db
-
-
-def _padded(rows: int, columns: int, like: Tensor) -> Tensor:
-    """An empty matrix whose rows begin on 16-byte boundaries, as fast matrix products want."""
-    whole = 128 // like.element_size()
-    aligned = columns * like.element_size() % 16 == 0
-    width = columns if aligned else -(-columns // whole) * whole
-    return torch.empty((rows, width), dtype=like.dtype, device=like.device)[:, :columns]
-
-
-def by_chunks(
-    h: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool], memory: int,
-    visit: Callable[[slice, Tensor], Any],
-) -> tuple[list[Any], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """(what ``visit`` returns of each chunk, (dh, dW, db)).
-
-    ``visit(rows, x)`` is handed the chunk's rows and their logits, and leaves the logits' gradient
-    in x if any is ``wanted``.
-    """
-    rows, size = h.shape[0], _chunk_rows(h, w, memory, wanted)
-    logits = _padded(size, w.shape[0], h)
-    parts = [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
-    parts = parts or [slice(0, 0)]
-    gradients, results = _Gradients(h, w, bias, len(parts), wanted), []
-    for part in parts:
-        with _computing(h):
-            x = _logits(h[part], w, bias, logits)
-        results.append(visit(part, x))
-        gradients.add(part, x)
-    return results, gradients.done()
 
 
 @torch.library.custom_op("inductor_ext::linear_cross_entropy_with_gradient", mutates_args=())
@@ -233,7 +109,7 @@ def _(
 
 
 def _composed(loss: Loss, h: Tensor, w: Tensor, bias: Any, target: Tensor, weight: Any) -> Any:
-    with _computing(h):
+    with computing(h):
         x = torch.nn.functional.linear(h, w, bias)
     return composed_losses(loss, x, target, None, weight)
 
@@ -317,6 +193,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     return_lse: bool = False,
     memory: int = MEMORY,
+    group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``cross_entropy(h wᵀ + bias, target, ...)`` of which one chunk of logits exists at a time.
 
@@ -326,6 +203,12 @@ def linear_cross_entropy(
         weight ... return_lse: as in ``cross_entropy``.
         memory: bytes that the logits of a chunk, and the fp32 gradient of w if there are several
             chunks, may take. A chunk has 1024 rows at least, whatever this says.
+        group: as in ``cross_entropy``: w, bias and weight are of this rank's classes, h and target
+            are the same on every rank. The gradient of h is summed over the group in fp32 (fp64 for
+            fp64) before it is rounded; every rank must want it, or none. Logits that do not fit
+            into one chunk are made twice, also on a CPU, which keeps none here. w may also be a
+            DTensor on a mesh of one dimension, sharded on dimension 0 or replicated; bias is
+            placed as w is, h and target are plain or replicated.
 
     Returns the loss in the dtype of h; with ``return_lse`` the pair (loss, lse). Logits are rounded
     to the dtype of h, as by a linear layer. Gradients of h, w and bias; w's and the bias's are
@@ -343,21 +226,43 @@ def linear_cross_entropy(
     check_options(reduction, label_smoothing, softcap, scale, z_loss)
     if reduction not in REDUCTIONS or memory <= 0:
         raise ValueError(f"memory is expected to be a positive number of bytes, got {memory}")
-    _check(h, w, bias, target, weight)
-    rows_shape = h.shape[:-1]
-    # The kernels know no stride of the targets; H may be 0, so that the rows are counted.
-    flat, index = h.reshape(target.numel(), h.shape[-1]), target.reshape(-1).contiguous()
     loss = Loss(
         _rows.INDEX, ignore_index, label_smoothing, scale, softcap or 0.0, z_loss,
         reduction == "mean",
     )  # fmt: skip
+    if not _dtensor.is_dtensor(w):
+        _dtensor.without("w is", {"h": h, "target": target, "bias": bias, "weight": weight})
+        shard = _shards.shard_of(group)
+        return _plain(loss, h, w, target, bias, weight, reduction, return_lse, memory, shard)
+    own, others, shard, wrap = _dtensor.taken_apart("w is", w, 0, {"h": h, "target": target}, group)
+    bias = _dtensor.own_part("bias", bias, shard, w.device_mesh)
+    weight = _dtensor.own_weight(weight, shard, w.device_mesh)
+    h, target = others["h"], others["target"]
+    return wrap(_plain(loss, h, own, target, bias, weight, reduction, return_lse, memory, shard))
+
+
+def _plain(
+    loss: Loss, h: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None,
+    reduction: str, return_lse: bool, memory: int, shard: _shards.Shard | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    _check(h, w, bias, target, weight)
+    rows_shape = h.shape[:-1]
+    # The kernels know no stride of the targets; H may be 0, so that the rows are counted.
+    flat, index = h.reshape(target.numel(), h.shape[-1]), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().contiguous()
-    options = (ignore_index, label_smoothing, scale, softcap or 0.0, z_loss, loss.mean)
+    options = _shards.options_of(loss)
     grad = torch.is_grad_enabled()
     wanted = [grad and t is not None and t.requires_grad for t in (h, w, bias)]
-    if not _rows.kernels_apply(w.t()[:1]):
+    one = reduction != "none" and not return_lse and any(wanted) and h.dtype != torch.float16
+    if shard is not None:
+        args = (loss, flat, w, bias, index, weight, wanted, memory, shard)
+        if one:
+            total = _linear_shards.total_with_gradient(*args)
+            return _rows.total_of(total, loss.mean, flat.shape[0]).to(h.dtype)
+        losses, lse = _linear_shards.losses_of(*args)
+    elif not _rows.kernels_apply(w.t()[:1]):
         losses, lse = _composed(loss, flat, w, bias, index, weight)
-    elif reduction != "none" and not return_lse and any(wanted) and h.dtype != torch.float16:
+    elif one:
         with _rows.beside(flat):
             total, *_ = _with_gradient(flat, w, bias, index, weight, wanted, memory, *options)
         return _rows.total_of(total, loss.mean, flat.shape[0]).to(h.dtype)

@@ -92,7 +92,8 @@ def _loss(
     return Loss(kind, ignore_index, smoothing, scale, softcap, z_loss, mean)
 
 
-def _unpacked(loss: Loss) -> tuple[int, int, float, float, float, float, bool]:
+def unpacked(loss: Loss) -> tuple[int, int, float, float, float, float, bool]:
+    """A loss as the operations are told of it."""
     return (
         loss.kind, loss.ignore_index, loss.smoothing, loss.scale, loss.softcap, loss.z_loss,
         loss.mean,
@@ -220,7 +221,7 @@ def losses_of(
     if not kernels_apply(x, target.shape[-1] if loss.kind == SPARSE else 0):  # type: ignore[union-attr]
         return composed_losses(loss, x, target, q, weight)
     with beside(x):
-        rows, lse, _, _ = _forward(_dense_rows(x), target, q, weight, *_unpacked(loss))
+        rows, lse, _, _ = _forward(_dense_rows(x), target, q, weight, *unpacked(loss))
     return rows, lse
 
 
@@ -241,7 +242,7 @@ def loss_with_gradient(
     )
     if early:
         with beside(x):
-            total = _forward_backward(_dense_rows(x), target, q, weight, *_unpacked(loss))[0]
+            total = _forward_backward(_dense_rows(x), target, q, weight, *unpacked(loss))[0]
         return total_of(total, loss.mean, x.shape[0])
     return total_of(losses_of(loss, x, target, q, weight)[0], loss.mean)
 

@@ -297,6 +297,16 @@ def test_the_store_of_a_job():
     assert compat.distributed_store() == (None, 0, 1)
 
 
+def test_a_process_group_by_its_name():
+    find("torch.distributed.distributed_c10d:_resolve_process_group")
+
+
+def test_a_gather_into_one_tensor():
+    single = hasattr(torch.distributed, "all_gather_single")
+    name = "all_gather_single" if single else "all_gather_into_tensor"
+    accepts(f"torch.distributed:{name}", "out", "mine", group="group")
+
+
 def test_config_module():
     from inductor_ext import config
 

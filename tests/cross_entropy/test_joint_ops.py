@@ -10,7 +10,7 @@ from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import measure
 from inductor_ext.ops import _joint
-from inductor_ext.ops import _linear_cross_entropy as linear
+from inductor_ext.ops import _linear_chunks as linear
 from inductor_ext.testing import compile_for, launch_binaries
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -7,7 +7,7 @@ from inductor_ext.templates import scaling
 from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import measure, ops
-from inductor_ext.ops import _linear_cross_entropy as linear
+from inductor_ext.ops import _linear_chunks
 from inductor_ext.testing import compile_for, launches_interpreted
 
 TILE = Tile(1, 1, 1, 1)
@@ -39,11 +39,11 @@ def call(tensors, target, g, **options):
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_numbers(option, chunks, bias, on_cpu, with_tile, formula, monkeypatch):
-    monkeypatch.setattr(linear, "LEAST_ROWS", 16)
+    monkeypatch.setattr(_linear_chunks, "LEAST_ROWS", 16)
     options = OPTIONS[option]
     tensors, target = draw(bias=bias)
     g = torch.randn(37) if option == "rows" else torch.tensor(2.0)
-    memory = linear.MEMORY if chunks == 1 else 1000
+    memory = _linear_chunks.MEMORY if chunks == 1 else 1000
     with on_cpu(), with_tile(TILE):
         found = call(tensors, target, g, memory=memory, **options)
     wide = [t.detach().double().requires_grad_() for t in tensors]
@@ -54,7 +54,7 @@ def test_numbers(option, chunks, bias, on_cpu, with_tile, formula, monkeypatch):
 
 
 def test_dw_of_many_chunks_is_rounded_once(on_cpu, with_tile, formula, monkeypatch):
-    monkeypatch.setattr(linear, "LEAST_ROWS", 8)
+    monkeypatch.setattr(_linear_chunks, "LEAST_ROWS", 8)
     tensors, target = draw(rows=96, dtype=torch.bfloat16, bias=False)
     with on_cpu(), with_tile(TILE):
         found = call(tensors, target, torch.tensor(1.0), memory=1)
@@ -105,14 +105,14 @@ def test_composed_on_a_cpu():
 
 
 def test_chunks():
-    budget = linear.MEMORY
+    budget = _linear_chunks.MEMORY
     for rows in (1, 1024, 4096):  # one chunk: the library adds up dW
-        assert linear.chunk_rows(rows, 4096, 128256, 2, budget) == rows
-    rows = linear.chunk_rows(16384, 4096, 128256, 2, budget)
+        assert _linear_chunks.chunk_rows(rows, 4096, 128256, 2, budget) == rows
+    rows = _linear_chunks.chunk_rows(16384, 4096, 128256, 2, budget)
     assert rows >= 1024 and rows % 128 == 0
     assert rows * 128256 * 2 + 4096 * 128256 * 4 <= budget
-    assert linear.chunk_rows(16384, 4096, 128256, 2, 1) == 1024
-    assert linear.chunk_rows(0, 4096, 128256, 2, budget) == 1
+    assert _linear_chunks.chunk_rows(16384, 4096, 128256, 2, 1) == 1024
+    assert _linear_chunks.chunk_rows(0, 4096, 128256, 2, budget) == 1
 
 
 @pytest.mark.codegen

@@ -11,8 +11,8 @@ from inductor_ext.templates import cross_entropy_launch as launch
 from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import ops
+from inductor_ext.ops import _linear_chunks, _rows, _softmax
 from inductor_ext.ops import _linear_cross_entropy as linear
-from inductor_ext.ops import _rows, _softmax
 
 TILE = Tile(1, 1, 1, 1)
 INF = math.inf
@@ -104,14 +104,15 @@ def test_a_backward_is_handed_no_zeros(linear, kernels):
 
 
 def test_more_chunks_only_where_they_save_memory():
-    hidden, classes, budget = 4096, 262144, linear.MEMORY
-    assert linear.chunk_rows(5000, hidden, classes, 2, budget) == 5000
-    assert linear.chunk_rows(50000, hidden, classes, 2, budget) == 1024
+    hidden, classes, budget = 4096, 262144, _linear_chunks.MEMORY
+    assert _linear_chunks.chunk_rows(5000, hidden, classes, 2, budget) == 5000
+    assert _linear_chunks.chunk_rows(50000, hidden, classes, 2, budget) == 1024
     assert (
-        linear.chunk_rows(10**4, hidden, 128256, 4, budget) == budget // (4 * 128256) // 128 * 128
+        _linear_chunks.chunk_rows(10**4, hidden, 128256, 4, budget)
+        == budget // (4 * 128256) // 128 * 128
     )
     for rows in (4000, 9000, 20000):
-        size = linear.chunk_rows(rows, hidden, classes, 2, budget)
+        size = _linear_chunks.chunk_rows(rows, hidden, classes, 2, budget)
         assert size == rows or size * classes * 2 + 4 * hidden * classes < rows * classes * 2
 
 
@@ -129,7 +130,7 @@ def draw(*frozen):
 def test_statistics_do_not_hang_on_the_number_of_rows(reduction, kernels, monkeypatch):
     """A compiled program for any number of rows has their shapes from the operation's fake."""
     monkeypatch.setattr(launch, "_COUNT_BLOCK", 16)
-    options = (linear.MEMORY, -100, 0.0, 1.0, 0.0, 0.0, reduction == "mean")
+    options = (_linear_chunks.MEMORY, -100, 0.0, 1.0, 0.0, 0.0, reduction == "mean")
     for rows in (9, 40):
         h, w = torch.randn(rows, 4), torch.randn(9, 4)
         args = (h, w, None, torch.randint(0, 9, (rows,)), None, *options)
@@ -172,9 +173,9 @@ def test_autocast_changes_nothing(reduction, way):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("frozen", [("w",), ("h", "bias"), ("w", "bias"), ("bias",)])
 def test_frozen_parts(frozen, reduction, chunks, kernels, monkeypatch):
-    monkeypatch.setattr(linear, "LEAST_ROWS", 10)
+    monkeypatch.setattr(_linear_chunks, "LEAST_ROWS", 10)
     tensors, wanted, target = draw(*frozen)
-    options = {"reduction": reduction, "memory": 1 if chunks == 2 else linear.MEMORY}
+    options = {"reduction": reduction, "memory": 1 if chunks == 2 else _linear_chunks.MEMORY}
     products = []
     for name in ("mm", "addmm"):
         own = getattr(torch, name)
