@@ -89,11 +89,21 @@ def call_custom(op: Any, *args: Any) -> Any:
 
 
 def is_donated(x: Any) -> bool:
-    """Whether a tensor is all of an input of a backward graph that nobody sees after it, dense."""
+    """Whether a tensor is all of an input of a backward graph that nobody sees after it."""
     from torch._inductor import ir
 
-    buffer = getattr(getattr(x, "data", None), "data", None)
-    return isinstance(buffer, ir.DonatedBuffer) and buffer.layout.is_contiguous()
+    return isinstance(getattr(getattr(x, "data", None), "data", None), ir.DonatedBuffer)
+
+
+def has_dense_rows(x: Any) -> bool:
+    """Whether a tensor in memory is dense, or [N, V] with unit stride along V and no overlap."""
+    layout = x.get_layout()
+    if layout.is_contiguous():
+        return True
+    sizes = [*layout.size, *layout.stride]
+    if len(sizes) != 4 or not all(compat.is_static(s) for s in sizes):
+        return False
+    return bool(layout.stride[1] == 1 and layout.stride[0] >= layout.size[1])
 
 
 def view(x: Any, size: Sequence[Any]) -> Any:

@@ -24,6 +24,8 @@ def _why_not(made: Any, g: Any) -> str | None:
     node = compat.current_node()
     if not compat_ir.is_donated(made):
         return "it is no saved tensor that the program gives away"
+    if not compat_ir.has_dense_rows(made):
+        return "its elements do not lie side by side"
     if node is None or len(node.args[0].users) > 1:
         return "something else reads what is scaled"
     if made.get_device() != g.get_device():

@@ -26,6 +26,7 @@ SAVED = row_gradient.SAVED.value
 
 _FEW = 132  # rows, below which one program per row leaves multiprocessors idle
 _COUNT_BLOCK, _COUNT_PROGRAMS = 1024, 64
+_PADDING = 128  # elements, more than a row is padded by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,6 +289,14 @@ def forward_backward(
     return losses, dx
 
 
+def like_rows(x: torch.Tensor) -> torch.Tensor:
+    """New memory for the gradient of x [N, V]: with its strides, where rows are padded to begin on
+    a boundary (matrix products want that as much), else contiguous."""
+    padded = x.stride(1) == 1 and x.shape[1] < x.stride(0) < x.shape[1] + _PADDING
+    strides = x.stride() if padded else (x.shape[1], 1)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
 def rows_and_gradient(
     x: torch.Tensor, target: torch.Tensor, a0: torch.Tensor, a1: torch.Tensor | None,
     b: torch.Tensor, c: torch.Tensor | None, scale: float, softcap: float,
@@ -296,8 +305,9 @@ def rows_and_gradient(
     """(peak, total, below, picked, dx) of ``row_gradient``: one read of x from memory, one write.
 
     x [N, V] with unit stride along V; a0, a1, b, c contiguous fp32 [N], None for zeros: without c
-    ``below`` is not computed and has no elements. ``picked`` [N] is z at the target, or 0. ``dx``,
-    if given, is written and may be x itself. A given ``tile`` keeps few rows in one program each.
+    ``below`` is not computed and has no elements. ``picked`` [N] is z at the target, or 0. ``dx``
+    has the strides of ``like_rows``; if given, it is written and may be x itself. A given ``tile``
+    keeps few rows in one program each.
     """
     rows, columns = x.shape
     below, *others = (
@@ -312,7 +322,7 @@ def rows_and_gradient(
     numbers = [scale, softcap or 1.0]
     split = rows < _FEW and dx is None and tile is None
     if dx is None:
-        dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+        dx = like_rows(x)
     if rows == 0:
         return *results, dx
     layout = _layout(x, dx)

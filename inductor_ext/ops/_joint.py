@@ -27,8 +27,11 @@ from inductor_ext.ops._linear_cross_entropy import by_chunks, empty_gradients
 from inductor_ext.templates import cross_entropy_launch as launch
 from inductor_ext.templates import scaling
 
+# Inductor may pad the rows of logits that it makes, as it does for its own kernels.
+_ANY_STRIDES = (torch.Tag.flexible_layout,)
 
-@torch.library.custom_op("inductor_ext::rows_and_gradient", mutates_args=())
+
+@torch.library.custom_op("inductor_ext::rows_and_gradient", mutates_args=(), tags=_ANY_STRIDES)
 def rows_and_gradient(
     x: Tensor, target: Tensor, a0: Tensor, a1: Tensor | None, b: Tensor, c: Tensor | None,
     scale: float, softcap: float,
@@ -44,9 +47,9 @@ def rows_and_gradient(
 
     Returns peak [N] = max_j z_j, total [N] = sum_j exp(z_j - peak), below [N] = sum_j (z_j - peak)
     (no elements without c, as only then a loss holds that sum), fp32 (fp64 for fp64), and dx
-    [N, V] in x's dtype, contiguous. Infinities and NaN are in all of them as torch has them, but
-    the dx of a row whose factors are all 0 is 0. Deterministic. Raises ValueError or TypeError for
-    what does not fit.
+    [N, V] in x's dtype, with x's strides where its rows are padded a little, else contiguous.
+    Infinities and NaN are in all of them as torch has them, but the dx of a row whose factors are
+    all 0 is 0. Deterministic. Raises ValueError or TypeError for what does not fit.
     """
     _check(x.shape, x.dtype, target, (a0, a1, b, c), scale, softcap)
     peak, total, below, _, dx = _of_rows(x, target, a0, a1, b, c, scale, softcap)
@@ -59,10 +62,10 @@ def _(
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check(x.shape, x.dtype, target, (a0, a1, b, c), scale, softcap)
-    return *_like_statistics(a0, c), x.new_empty(x.shape)
+    return *_like_statistics(a0, c), launch.like_rows(x)
 
 
-@torch.library.custom_op("inductor_ext::scaled_gradient", mutates_args=())
+@torch.library.custom_op("inductor_ext::scaled_gradient", mutates_args=(), tags=_ANY_STRIDES)
 def scaled_gradient(made: Tensor, g: Tensor) -> Tensor:
     """``made g``, in made's dtype and new memory, for a gradient made for g = 1; g has one element.
 
@@ -82,7 +85,10 @@ def _(made: Tensor, g: Tensor) -> Tensor:
 
 @torch.library.custom_op("inductor_ext::scale_gradient_", mutates_args=("made",))
 def scale_gradient_(made: Tensor, g: Tensor) -> None:
-    """``scaled_gradient`` into dense ``made``: on a card a kernel that moves nothing if g is 1."""
+    """``scaled_gradient`` where ``made`` lies: on a card a kernel that moves nothing if g is 1.
+
+    There made is dense, or [N, V] with unit stride along V.
+    """
     _check_scale(made, g)
     if _rows.launch_applies(made) and made.dtype != torch.float64:
         with _rows.beside(made):
@@ -150,7 +156,7 @@ def _of_rows(
     """(peak, total, below, picked, dx); ``dx``, if given, is written and may be x itself."""
     if not _rows.kernels_apply(x):
         *rows, made = _composed(x, target, a0, a1, b, c, scale, softcap)
-        return *rows, made if dx is None else dx.copy_(made)
+        return *rows, (launch.like_rows(x) if dx is None else dx).copy_(made)
     x = x if x.stride(1) == 1 else x.contiguous()
     a1, c = (None if f is None else f.contiguous() for f in (a1, c))
     with _rows.beside(x):

@@ -122,6 +122,14 @@ def empty_gradients(
     return dh, dw, db
 
 
+def _padded(rows: int, columns: int, like: Tensor) -> Tensor:
+    """An empty matrix whose rows begin on 16-byte boundaries, as fast matrix products want."""
+    whole = 128 // like.element_size()
+    aligned = columns * like.element_size() % 16 == 0
+    width = columns if aligned else -(-columns // whole) * whole
+    return torch.empty((rows, width), dtype=like.dtype, device=like.device)[:, :columns]
+
+
 def by_chunks(
     h: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool], memory: int,
     visit: Callable[[slice, Tensor], Any],
@@ -132,7 +140,7 @@ def by_chunks(
     in x if any is ``wanted``.
     """
     rows, size = h.shape[0], _chunk_rows(h, w, memory, wanted)
-    logits = torch.empty((size, w.shape[0]), dtype=h.dtype, device=h.device)
+    logits = _padded(size, w.shape[0], h)
     parts = [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
     parts = parts or [slice(0, 0)]
     gradients, results = _Gradients(h, w, bias, len(parts), wanted), []

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from inductor_ext.templates import cross_entropy_launch as launch
+from inductor_ext.templates import scaling
 from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import measure
-from inductor_ext.ops import _joint, _rows
+from inductor_ext.ops import _joint
 from inductor_ext.ops import _linear_cross_entropy as linear
 from inductor_ext.testing import compile_for, launch_binaries
 
@@ -119,9 +120,13 @@ def test_layouts_and_targets(compute):
     wide, target = draw(rows=6, columns=900)
     target[0], target[1] = 900, 0
     twice = torch.stack([target, target], 1).int()
-    for x in (wide[:, 3:400], wide[::2, 8:408].repeat(2, 1), wide.t().contiguous().t()[:, :397]):
+    padded = wide[:, :895]
+    for x in (wide[:, 3:400], wide[::2, 8:408].repeat(2, 1), wide.t().contiguous().t()[:, :397],
+              padded):  # fmt: skip
         given = factors(target, x.shape[1], **LOSSES["smoothing"])
-        judge(compute(x, twice[:, 0], *given, 1.0, 0.0), x, target, given)
+        found = compute(x, twice[:, 0], *given, 1.0, 0.0)
+        judge(found, x, target, given)
+        assert found[3].stride() == ((900, 1) if x is padded else (x.shape[1], 1))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -342,4 +347,11 @@ def test_few_rows_are_split():
 def test_a_tile_of_ones_choice():
     (kernel,) = binaries(8, 131072, tile=Tile(4, 8, 0, 1))
     assert kernel.name == "rows_kernel" and kernel.num_warps == 8
-    assert _rows.kernels_apply(torch.zeros(4, 9)) is False
+
+
+@pytest.mark.parametrize("stride", [50304, 50257])
+def test_scaling_moves_16_bytes_at_a_time(stride):
+    made = torch.empty(300, stride, dtype=BF16, device="meta")[:, :50257]
+    g = torch.empty((), device="meta")
+    (kernel,) = launch_binaries(lambda: scaling.scale_in_place(made, g), scaling)
+    assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16

@@ -8,7 +8,7 @@ from inductor_ext.templates.cross_entropy_launch import Tile
 
 from inductor_ext import measure, ops
 from inductor_ext.ops import _linear_cross_entropy as linear
-from inductor_ext.testing import compile_for, run_kernel_interpreted
+from inductor_ext.testing import compile_for, launches_interpreted
 
 TILE = Tile(1, 1, 1, 1)
 OPTIONS = {
@@ -128,11 +128,14 @@ def test_one_operation_for_any_number_of_rows():
 
 
 @pytest.mark.parametrize("g", [1.0, 0.37])
-def test_scaling_in_place(g, monkeypatch):
-    x = torch.randn(10000).bfloat16()
-    expected = (x.float() * g).bfloat16()
-    run_kernel_interpreted(scaling.scale_kernel, (2,), x, torch.tensor(g), 10000, 2, BLOCK=1024)
-    assert torch.equal(x, expected)
+@pytest.mark.parametrize("padded", [0, 7])
+def test_scaling_in_place(g, padded):
+    memory = torch.randn(3, 5000 + padded).bfloat16()
+    x, expected = memory[:, :5000], memory.clone()
+    expected[:, :5000] = (x.float() * g).bfloat16()
+    with launches_interpreted(scaling):
+        scaling.scale_in_place(x, torch.tensor(g))
+    assert torch.equal(memory, expected)  # and nothing beside it
 
 
 @pytest.mark.parametrize(

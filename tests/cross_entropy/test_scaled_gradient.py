@@ -59,12 +59,21 @@ class ReadTwice(Made):
         return _scaled(ctx, g) + 0.5 * made
 
 
+class ColumnMajor(Made):
+    @staticmethod
+    def forward(ctx, x):
+        loss, made = made_with(x)
+        ctx.save_for_backward(made.t().contiguous().t())
+        return loss
+
+
 PROGRAMS = {
     "leaf": lambda x, w: Made.apply(x),
     "product behind": lambda x, w: Made.apply(x @ w),
     "pointwise behind": lambda x, w: Made.apply(3.0 * x.exp() * w),
     "seen": lambda x, w: Seen.apply(x @ w),
     "read twice": lambda x, w: ReadTwice.apply(x @ w),
+    "column-major": lambda x, w: ColumnMajor.apply(x @ w),
 }
 
 
@@ -95,7 +104,7 @@ def tensors():
 def test_in_place_or_a_product(program, dynamic):
     fn, (x, w) = PROGRAMS[program], tensors()
     code = compile_for("h200", fn, x, w, grad=True, dynamic=dynamic)
-    in_place = program not in ("seen", "read twice")
+    in_place = program not in ("seen", "read twice", "column-major")
     assert chosen(code) == (["in place"] if in_place else ["product"])
     assert (IN_PLACE in code.extern_calls) == in_place
     assert ("scaled_gradient.default(" in code.backward) is False
@@ -104,6 +113,20 @@ def test_in_place_or_a_product(program, dynamic):
         _, found = run_interpreted(code, x, w, grad_outputs=[g])
         expected = torch.autograd.grad(first(fn(x, w)), x, g)
         torch.testing.assert_close(found["args[0]"], *expected)
+
+
+@pytest.mark.codegen
+def test_rows_that_inductor_pads():
+    """The gradient has the strides of its logits, so that the products behind it are aligned."""
+    (x, _), w = tensors(), torch.randn(6, 1025).requires_grad_()
+    fn = PROGRAMS["product behind"]
+    code = compile_for("h200", fn, x, w, grad=True)
+    assert chosen(code) == ["in place"]
+    assert code.forward.count("(6, 1025), (1056, 1)") == 2  # logits and gradient
+    _, found = run_interpreted(code, x, w, grad_outputs=[torch.tensor(0.3)])
+    expected = torch.autograd.grad(fn(x, w), (x, w), torch.tensor(0.3))
+    for mine, theirs in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.codegen
