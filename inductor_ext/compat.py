@@ -144,6 +144,13 @@ def may_be_recomputed(node: Any) -> bool:
     return node.meta.get("recompute") is not None
 
 
+def has_memory_budget() -> bool:
+    """Whether AOTAutograd may compute anything again in the backward to save memory."""
+    from torch._functorch import config
+
+    return config.activation_memory_budget < 1
+
+
 def leave_backward(node: Any) -> None:
     """Let a node that was traced in the backward be computed where the partitioner likes."""
     node.meta.pop("partitioner_tag", None)

@@ -130,17 +130,15 @@ def erase_unused(graph: Any, nodes: Iterable[Any]) -> list[Any]:
     """Erase those of ``nodes`` that are pure and unused, then what only they used; returns the
     rest of ``nodes``."""
     nodes = list(dict.fromkeys(nodes))
-    gone: set[Any] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node in gone or node.users or not is_pure(node):
+        if compat.is_erased(node) or node.users or not is_pure(node):
             continue
         sources = node.all_input_nodes
         graph.erase_node(node)
-        gone.add(node)
         stack.extend(sources)
-    return [n for n in nodes if n not in gone]
+    return [n for n in nodes if not compat.is_erased(n)]
 
 
 def check(graph: Any) -> None:

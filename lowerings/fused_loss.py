@@ -47,6 +47,8 @@ def _check_logits(group: list[Core]) -> None:
     reason = why_not(x, dim)
     if reason is not None:
         raise NoForm(reason)
+    if compat.has_memory_budget():
+        raise NoForm("to keep to its memory budget, the backward might compute it again")
     if any(compat.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
         raise NoForm("activation checkpointing computes it again in the backward")
 

@@ -40,11 +40,11 @@ from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Along the row: 1, z, p, 1 in the target's column, z in the target's column.
-ONE, Z, P, HOT, ENTRY = "1", "z", "p", "target", "entry"
-# Of the row: the sum of z - m, that times 0 (NaN with an infinite z), z - m at the target. So an
-# offset of the logits cancels before anything is multiplied.
-BELOW, NOTHING, PICKED = "below", "nothing", "picked"
+# Along the row: 1, z, p, 1 in the target's column.
+ONE, Z, P, HOT = "1", "z", "p", "target"
+# Of the row: the sum of z - m, and z - m at the target. So an offset of the logits cancels before
+# anything is multiplied.
+BELOW, PICKED = "below", "picked"
 _ADD = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
 _WHERE = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
 MEANS = {aten.mean.dim, aten.mean.default}
@@ -166,8 +166,11 @@ class Forms(RowValues):
             return self.form(n, depth + 1)
 
         found = self._descend(node, of, kind, level)
+        if found is None and kind == "whole" and self.is_known(node):
+            raise NoForm(f"{name_of(node)} varies along the row")
         if found is None:
-            raise NoForm(f"{name_of(node)} of it is not handled")
+            what = "it" if kind == "whole" else "the softmax's statistics"
+            raise NoForm(f"{name_of(node)} of {what} is not handled")
         if len(found) > _TERMS:
             raise NoForm("it has too many terms")
         return found
@@ -272,16 +275,13 @@ class Forms(RowValues):
     def _times(self, a: Form, b: Form) -> Form:
         product: Form = {}
         for (ta, ca), (tb, cb) in ((x, y) for x in a.items() for y in b.items()):
-            factors = {ta.factor, tb.factor} - {ONE}
-            if factors == {HOT, Z}:
-                factors = {ENTRY}
-            if (P in factors and ONE not in (ta.factor, tb.factor)) or len(factors) > 1:
+            factors = {ta.factor, tb.factor} - {ONE} or {ONE}
+            alone = ONE in (ta.factor, tb.factor) or factors == {HOT}
+            if not alone or (ta.damped and tb.damped):
                 raise NoForm("it is not linear in the probabilities")
-            if (ta.damped and tb.damped) or (factors == {Z} and ta.factor == tb.factor):
-                raise NoForm("it is not linear in the logits")
             if ta.g + tb.g > 1:
                 raise NoForm("it is not linear in the gradient that comes in")
-            (factor,) = factors or {ONE}
+            (factor,) = factors
             powers = (x + y for x, y in zip(ta[2:], tb[2:], strict=True))
             term = Term(factor, ta.damped or tb.damped, *powers)
             product = self._plus(product, {term: self.mul(ca, cb)}, 1)
@@ -416,12 +416,6 @@ class Forms(RowValues):
                     term._replace(factor=BELOW): c,
                     term._replace(factor=ONE, m=term.m + 1): self.mul(c, columns),
                 }
-            elif term.factor == ENTRY:
-                part = {
-                    term._replace(factor=PICKED): c,
-                    term._replace(factor=ONE, m=term.m + 1): self.mul(c, self.once()),
-                    Term(NOTHING): 1,
-                }
             else:
                 by = {ONE: columns, P: 1}[term.factor] if term.factor != HOT else self.once()
                 part = {term._replace(factor=ONE): self.mul(c, by)}
@@ -466,7 +460,7 @@ class Forms(RowValues):
         total: Form = {}
         for term, c in form.items():
             part = {term._replace(factor=ONE): c}
-            if term.factor in (Z, ENTRY):
+            if term.factor == Z:
                 part = {term._replace(factor=PICKED): c, term._replace(factor=ONE, m=term.m + 1): c}
             total = self._plus(total, part, 1)
         return total

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from inductor_ext.lowerings.loss_forms import (
     BELOW,
-    ENTRY,
     HOT,
     MEANS,
-    NOTHING,
     ONE,
     PICKED,
     PICKS,
@@ -37,7 +35,7 @@ from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
-_OF_ROW = (BELOW, NOTHING, PICKED)
+_OF_ROW = (BELOW, PICKED)
 
 
 @dataclasses.dataclass
@@ -172,7 +170,7 @@ def _read(forms: Forms, node: Any) -> Gradient:
             b = forms.mul(factor, -1)
         elif term.factor == ONE and powers == (0, 0):
             c = forms.mul(factor, -1)
-        elif term.factor in (Z, ENTRY):
+        elif term.factor == Z:
             raise NoForm("its gradient is not that of a loss alone")
         else:
             raise NoForm("its gradient depends on the softmax otherwise than by lse")
@@ -265,7 +263,7 @@ class Emitter:
         """(target, [a0, a1, b, c]) for the rows of ``x``, in front of the first softmax; a1 and c
         None where they are 0. Raises NoForm where they are not known there."""
         gradient, forms, level = self.gradient, self.forms, self.gradient.level
-        needs_below = any(t.factor in (BELOW, NOTHING) for _, form in gradient.sums for t in form)
+        needs_below = any(Term(BELOW) in form for _, form in gradient.sums)
         factors: list[Any] = []
         for name in ("a0", "a1", "b", "c"):
             factor = getattr(gradient, name)
@@ -363,9 +361,8 @@ class Emitter:
         for node, form in self.folds:
             editor.before(node)
             if Term(PICKED) in form:
-                rows[PICKED] = self._above(rows["m"], rows.get("z") or self._pick())
-            if BELOW in rows:
-                rows[NOTHING] = forms.mul(rows[BELOW], 0.0)
+                above = editor.call(aten.sub.Tensor, rows["z"], rows["m"])
+                rows[PICKED] = editor.call(aten.where.ScalarOther, forms.inside(), above, 0.0)
             self._fold(node, form, rows)
         folded = [node for node, _ in self.folds]
         editing.erase_unused(self.graph, [*replaced(forms.group), *folded])
@@ -394,20 +391,6 @@ class Emitter:
                 total = editor.call(overload, total, others)
         total = forms.shaped(total, forms.sizes(shape))
         node.replace_all_uses_with(editor.to(total, value(node).dtype))
-
-    def _above(self, peak: Any, picked: Any) -> Any:
-        """z - m at the target, 0 where it is no column."""
-        above = self.editor.call(aten.sub.Tensor, picked, peak)
-        return self.editor.call(aten.where.ScalarOther, self.forms.inside(), above, 0.0)
-
-    def _pick(self) -> Any:
-        """z at the target, or anywhere if it is no column, from the logits."""
-        forms, call = self.forms, self.editor.call
-        z, index = forms.z, forms.column()
-        at = call(aten.where.ScalarOther, forms.inside(), index, 0)
-        at = forms.shaped(at, forms.sizes(row_shape(z, -1)))
-        entry = call(aten.gather.default, z, -1, self.editor.to(at, torch.int64))
-        return self.editor.to(forms.shaped(entry, [-1]), torch.float32)
 
     def _log(self, total: Any) -> Any:
         return self.editor.call(aten.log.default, total)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_ext import compat, compat_ir
 
@@ -414,6 +416,29 @@ def test_softmax_patterns_of_the_joint_graph():
     assert config.online_softmax and config.cuda_backend == "triton"
     assert compat.may_use_online_softmax(torch.device("cuda"))
     assert not compat.may_use_online_softmax(torch.device("cpu"))
+
+
+def test_what_the_partitioner_is_told():
+    """Tags on nodes of a joint graph, and the budget of memory."""
+    node = torch.fx.Graph().placeholder("primals_1")
+    assert not compat.may_be_recomputed(node)
+    node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "partitioner_tag": "is_backward"}
+    assert compat.may_be_recomputed(node)
+    compat.leave_backward(node)
+    assert "partitioner_tag" not in node.meta
+    partitioners = importlib.import_module("torch._functorch.partitioners")
+    assert '"recompute"' in inspect.getsource(partitioners.must_recompute)
+    assert '"partitioner_tag"' in inspect.getsource(partitioners._has_tag_is_backward)
+    assert not compat.has_memory_budget()
+    with functorch_config.patch(activation_memory_budget=0.5):
+        assert compat.has_memory_budget()
+
+
+def test_traced_joint_is_right_behind_the_attention_patterns():
+    joint = find("torch._inductor.fx_passes.joint_graph:pass_patterns")
+    at = joint.index(find("torch._inductor.fx_passes.joint_graph:patterns"))
+    own = [entry for entry in joint if type(entry).__name__ == "_GuardedPass"]
+    assert joint[at + 1] is own[0]
 
 
 def test_into_memory():

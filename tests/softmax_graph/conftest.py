@@ -1,5 +1,6 @@
 """Shared: what the generated code sweeps, and its numbers judged by fp64, gradients included."""
 
+import contextlib
 import copy
 import json
 import re
@@ -22,6 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks' table of v
 @pytest.fixture(name="judged")
 def _judged():
     return judged
+
+
+@pytest.fixture(name="judged_all")
+def _judged_all():
+    return judged_all
 
 
 @pytest.fixture(name="generated")
@@ -107,6 +113,39 @@ def judged(fn, inputs, run=None, rounding=None, **options):
         verdict = measure.check(*one, rounding=rounding)
         assert verdict.ok, f"{what}: {verdict.reason}"
     return code
+
+
+def judged_all(fn, inputs, run=None, **options):
+    """The same for the gradients of all floating-point inputs of a loss (the first of several
+    results); returns (code, results)."""
+    used = inputs if run is None else run
+
+    def leaves(tensors, wide=False):
+        tensors = [x.detach().clone() for x in tensors]
+        if wide:
+            tensors = [x.double() if x.is_floating_point() else x for x in tensors]
+        return [x.requires_grad_() if x.is_floating_point() else x for x in tensors]
+
+    def first(results):
+        return results[0] if isinstance(results, tuple) else results
+
+    def eager(wide):
+        tensors = leaves(used, wide)
+        with _Wide() if wide else contextlib.nullcontext():
+            loss = first(fn(*tensors))
+            wanted = [x for x in tensors if x.requires_grad]
+            return loss.detach(), *torch.autograd.grad(loss, wanted)
+
+    code = compile_for("h200", fn, *leaves(inputs), grad=True, **options)
+    tensors = leaves(used)
+    ones = [torch.ones_like(first(fn(*tensors)))]
+    results, gradients = run_interpreted(code, *tensors, grad_outputs=ones)
+    got = [first(results)]
+    got += [gradients[f"args[{i}]"] for i, x in enumerate(tensors) if x.requires_grad]
+    for i, one in enumerate(zip(got, eager(True), eager(False), strict=True)):
+        verdict = measure.check(*one)
+        assert verdict.ok, f"result {i}: {verdict.reason}"
+    return code, results
 
 
 def sweeps(source, v):
