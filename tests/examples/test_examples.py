@@ -58,7 +58,7 @@ def test_readme_numbers_are_in_the_results() -> None:
 
 
 def test_readme_times_by_tokens_are_the_measured_ones() -> None:
-    """To three digits: three columns of times for each scoring, a line for each number of tokens."""
+    """To three digits: three columns of times for each scoring, a line for each size."""
     table = re.findall(r"^\| (\d+) \|(.*)\|$", _section("Dynamic sizes"), re.M)
     with (ROOT / "benchmarks/results/dispatch.csv").open() as f:
         rows = {(row["suite"], row["tokens"]): row for row in csv.DictReader(f)}
