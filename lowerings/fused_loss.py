@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from inductor_ext.lowerings import linear_loss, loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
-from inductor_ext.lowerings.loss_rows import key_of, levels_of, reached
+from inductor_ext.lowerings.loss_rows import is_contiguous, key_of, levels_of, reached
 from inductor_ext.lowerings.scaled_gradient import SCALED, lower_scaled
 from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, site, why_not
 
@@ -65,6 +65,9 @@ def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> None:
     """The gradient of logits in memory."""
     if not loss_gradient.rows_of(gradient.x):
         raise NoForm("the logits are not rows of one memory")
+    is_result = any(n.op == "output" for n in loss_gradient.behind_views(gradient.node))
+    if is_result and not is_contiguous(value(gradient.x)):
+        raise NoForm("its gradient would be copied: the logits' rows are padded")
     emitter = loss_gradient.Emitter(gradient, picks=False)
     target, factors = emitter.ready()
     x, columns = gradient.x, value(gradient.x).shape[-1]

@@ -128,6 +128,12 @@ def test_columns_of_a_matrix_are_no_rows_of_memory():
     assert not found.fired
 
 
+def test_a_gradient_is_not_copied_for_its_strides():
+    x = torch.empty(N, V + 5, dtype=BF16, device="meta")[:, :V].requires_grad_()
+    (found,) = decided(compiled(plain, x, targets()))
+    assert not found.fired and "padded" in found.reason
+
+
 def test_logits_that_are_a_result_have_another_gradient():
     code = compiled(lambda x, y: (plain(x, y), x * 2), logits(), targets())
     (found,) = decided(code)
