@@ -75,9 +75,9 @@ def cross_entropy(
     (fp64 for fp64), from one read of the logits; the gradient from one read and one write. Without
     a group, with "mean" and "sum", the gradient of bf16 and fp32 logits is made in the forward, if
     one is wanted, while a row is on the chip, and kept beside the logits until the backward, which
-    raises if the logits were changed in place since. Gradients of gradients are composed of torch functions, as
-    is everything on a CPU, in fp64, and under transforms of ``torch.func`` that are not compiled.
-    Deterministic; nothing waits for the card. If no row counts, or there is none: as in torch,
+    raises if the logits were changed in place since. Gradients of gradients are composed of torch
+    functions, as is everything on a CPU, in fp64, and under transforms of ``torch.func`` that are
+    not compiled. Deterministic; nothing waits for the card. If no row counts, or there is none: as in torch,
     "mean" is NaN, "sum" and "none" are 0.
 
     Raises ValueError or TypeError for what does not fit. A target outside [0, C) that is not
