@@ -77,8 +77,8 @@ def cross_entropy(
     one is wanted, while a row is on the chip, and kept beside the logits until the backward, which
     raises if the logits were changed in place since. Gradients of gradients are composed of torch
     functions, as is everything on a CPU, in fp64, and under transforms of ``torch.func`` that are
-    not compiled. Deterministic; nothing waits for the card. If no row counts, or there is none: as in torch,
-    "mean" is NaN, "sum" and "none" are 0.
+    not compiled. Deterministic; nothing waits for the card. If no row counts, or there is none: as
+    in torch, "mean" is NaN, "sum" and "none" are 0.
 
     Raises ValueError or TypeError for what does not fit. A target outside [0, C) that is not
     ``ignore_index`` fails an assertion on the device, as in torch.
