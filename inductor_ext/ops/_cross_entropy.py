@@ -60,22 +60,25 @@ def cross_entropy(
 
     With a group every rank has the same loss and lse, bit for bit, and must use them alike: the
     gradient is that of one loss, for this rank's logits. Ranks exchange a few numbers of each row,
-    and one that tells where their classes begin. Ranks with other rows, dtypes or options are a
-    ValueError (an assertion on the device, if that is a card), as far as the exchange succeeds; an
-    error on one rank leaves the others waiting. There are no gradients of gradients. logits may
-    also be a DTensor on a mesh of one dimension, sharded on the dimension of classes or replicated:
-    then the group is the mesh's, target and weight are plain and whole or DTensors (weight sharded
-    as the classes are, or replicated, as target is), results are replicated DTensors, and logits'
-    gradient is placed as logits are.
+    and before that one number each, which tells where their classes begin; all must come to the
+    exchange, so that an error on one rank leaves the others waiting. Other rows, dtypes or options
+    on another rank are a ValueError, or an assertion on the device if that is a card. There are no
+    gradients of gradients (RuntimeError).
+
+    logits may be a DTensor on a mesh of one dimension, sharded on the dimension of classes or
+    replicated. The group is then the mesh's, and nothing is exchanged of where classes begin;
+    target is a plain tensor or replicated; weight is plain and whole, replicated, or sharded as the
+    classes are; results are replicated DTensors; the gradient is placed as logits are. Other
+    placements are a ValueError.
 
     Returns the loss in the dtype of logits; with "none" in the shape of the rows. Computed in fp32
-    (fp64 for fp64), from one read of the logits; the gradient from one read and one write. With
-    "mean" and "sum" the gradient of bf16 and fp32 logits is made in the forward, if one is wanted,
-    while a row is on the chip, and kept beside the logits until the backward, which raises if the
-    logits were changed in place since. Gradients of gradients are composed of torch functions, as
-    is everything on a CPU, in fp64, and under transforms of ``torch.func`` that are not compiled.
-    Deterministic; nothing waits for the card. If no row counts, or there is none: as in torch,
-    "mean" is NaN, "sum" and "none" are 0.
+    (fp64 for fp64), from one read of the logits; the gradient from one read and one write. Without
+    a group, with "mean" and "sum", the gradient of bf16 and fp32 logits is made in the forward, if
+    one is wanted, while a row is on the chip, and kept beside the logits until the backward, which
+    raises if the logits were changed in place since. Gradients of gradients are composed of torch
+    functions, as is everything on a CPU, in fp64, and under transforms of ``torch.func`` that are
+    not compiled. Deterministic; nothing waits for the card. If no row counts, or there is none: as
+    in torch, "mean" is NaN, "sum" and "none" are 0.
 
     Raises ValueError or TypeError for what does not fit. A target outside [0, C) that is not
     ``ignore_index`` fails an assertion on the device, as in torch.

@@ -99,6 +99,7 @@ def test_extremes(tile, ranks, formula, run):
     x[5, :] = -math.inf
     x[5, 400] = 2.0  # all but the target
     x[6, 400] = math.inf
+    x[7:] -= 1e6
     x[7, :300] = -math.inf  # a shard without the target
     x[8, 300:] = -math.inf  # the one with the target
     target = torch.full((9,), 400)

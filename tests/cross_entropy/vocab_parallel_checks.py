@@ -125,10 +125,10 @@ def one_row(rank, world):
 
 
 def offsets(rank, world):
-    for column in range(2):
-        x = torch.tensor([[2.0, -1.0]])
+    sizes = (1, 2) + (0,) * (world - 2) if world > 1 else (3,)
+    for column in range(3):
+        x = torch.tensor([[2.0, -1.0, 0.5]])
         target = torch.tensor([column])
-        sizes = (1, 1) + (0,) * (world - 2) if world > 1 else (2,)
         for smoothing in (0.0, 0.1):
             options = {"label_smoothing": smoothing}
             expected = F.cross_entropy(x.double(), target, **options).item()
@@ -136,9 +136,10 @@ def offsets(rank, world):
                 loss, dx = parallel(x + offset, target, None, sizes, rank, **options)
                 assert math.isclose(loss.item(), expected, rel_tol=1e-6), (loss, expected)
                 assert abs(dx.sum()) < 1e-7
-        loss, dx = parallel(torch.full((1, 2), 1e8), target, None, sizes, rank)
-        assert math.isclose(loss.item(), math.log(2), rel_tol=1e-6)
-        assert sorted(dx[0].tolist()) == [-0.5, 0.5]
+        loss, dx = parallel(torch.full((1, 3), 1e8), target, None, sizes, rank)
+        assert math.isclose(loss.item(), math.log(3), rel_tol=1e-6)
+        expected = [-2 / 3 if j == column else 1 / 3 for j in range(3)]
+        torch.testing.assert_close(dx[0], torch.tensor(expected), rtol=1e-6, atol=0)
 
 
 def confident(rank, world):

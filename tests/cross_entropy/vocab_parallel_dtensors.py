@@ -7,6 +7,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from vocab_parallel_checks import OPTIONS, SIZES, attempt, own, reference
 
 from inductor_ext import ops
+from inductor_ext.ops import _linear_shards, _shards
 
 
 def dtensor(rank, world, classes, replicated):
@@ -108,6 +109,14 @@ def compiled(rank, world):
 
     def sharded(x, target):
         return ops.cross_entropy(x * 2, target) * 3
+
+    x, target = own(torch.randn(6, classes), sizes, rank).requires_grad_(), torch.arange(6)
+    h, options = torch.randn(6, classes, requires_grad=True), (-100, 0.1, 1.0, 0.0, 1e-3, True)
+    place = (group.group_name, -1, -1)
+    torch.library.opcheck(_shards._forward, (x, target, None, *place, *options))
+    args = (h, own_w, None, target, None, [True, False, False], 10**9, *place, *options)
+    for op in (_linear_shards._forward, _linear_shards._with_gradient):
+        torch.library.opcheck(op, args)
 
     # Inductor has no kernel to write of the rows alone, which saves a C++ compiler's time.
     for fn in (rows, total, linear, sharded):
