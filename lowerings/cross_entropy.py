@@ -17,7 +17,7 @@ import torch
 from inductor_ext.lowerings import softmax as softmax
 from inductor_ext.lowerings.row_forms import NotLinear
 from inductor_ext.lowerings.row_sums import Rows
-from inductor_ext.lowerings.softmax_cores import constant, cores, is_long, share, site, why_not
+from inductor_ext.lowerings.softmax_cores import constant, cores, is_long, site, why_not
 
 from inductor_ext import choosing, compat, editing, matching, registry, report
 from inductor_ext.editing import same_shape, value
