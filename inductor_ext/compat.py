@@ -134,6 +134,13 @@ def is_extern(op: Any) -> bool:
     return op not in lowering.lowerings or op in lowering.fallbacks
 
 
+def reads_inlined() -> int:
+    """How many reads a pointwise computation may have that Inductor inlines into several uses."""
+    from torch._inductor import config
+
+    return int(config.realize_reads_threshold)
+
+
 def into_memory() -> Any:
     """A prim for fx graphs, ``op(x, strides)``: x, computed into a buffer instead of inlined."""
     from torch._inductor.inductor_prims import force_stride_order

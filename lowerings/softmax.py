@@ -137,6 +137,30 @@ def _emit(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     store_rows(graph, pair)
 
 
+def below_of(graph: Any, numbers: Numbers, editor: Editor, operation: Any, core: Core) -> Any:
+    """The sum of the logits less their maximum over each row, in the shape of ``core``'s maximum,
+    out of the operation that makes it; see ``settle``. Raises NoForm."""
+    levels = levels_of(core.x, numbers)
+    rows = RowValues(graph, numbers, editor, core.x, levels)
+    shape = rows.sizes(row_shape(core.x, -1))
+    _set_below(operation, True)
+    below = editor.call(operator.getitem, operation, 2)
+    return rows.shaped(rows.lower(below, len(levels) - 1), shape)
+
+
+def settle(operation: Any) -> None:
+    """Have an operation make the sum of ``below_of`` only if something uses it."""
+    _set_below(operation, any(user.args[1] == 2 and user.users for user in operation.users))
+
+
+def _set_below(operation: Any, below: bool) -> None:
+    x, before, *others = operation.args
+    if below != before:
+        operation.args = (x, below, *others)
+        with torch.no_grad():
+            operation.meta["val"] = STATISTICS(value(x), below, *others)
+
+
 def _groups(graph: Any, numbers: Numbers) -> list[list[Core]]:
     """The long softmaxes with equal logits."""
     groups: dict[Any, list[Core]] = {}
