@@ -120,11 +120,25 @@ def scaled_softmax_patterns() -> Any:
     return next(p for p in stock if p is not joint_graph.patterns)
 
 
-def may_use_online_softmax(device: torch.device) -> bool:
-    """Whether Inductor itself would use it on this device."""
+def writes_triton(device: torch.device) -> bool:
+    """Whether Inductor writes Triton code for this device."""
     from torch._inductor import config
 
-    return bool(config.online_softmax and device.type == "cuda" and config.cuda_backend == "triton")
+    return bool(device.type == "cuda" and config.cuda_backend == "triton")
+
+
+def is_extern(op: Any) -> bool:
+    """Whether Inductor calls an operation instead of generating code for it."""
+    from torch._inductor import lowering
+
+    return op not in lowering.lowerings or op in lowering.fallbacks
+
+
+def reads_inlined() -> int:
+    """How many reads a pointwise computation may have that Inductor inlines into several uses."""
+    from torch._inductor import config
+
+    return int(config.realize_reads_threshold)
 
 
 def into_memory() -> Any:

@@ -1,10 +1,12 @@
-"""Row sums around a softmax in closed form: losses in one sweep, their gradients without one.
+"""Row sums around a softmax in closed form: a loss in one sweep, its gradient without one.
 
-Forward: a sum over the row of log-probabilities, whatever they are weighted with, needs no sweep of
-its own behind the one for the maximum and the sum of exponentials (``row_sums`` has the algebra).
+Forward: the sum of a row of log-probabilities, or an entry of it by a one-hot, comes with the row's
+maximum out of the operation that ``softmax`` puts in (``row_sums`` has the algebra). A weighted sum
+stays: beside a confident target it would be a difference of large numbers.
 Backward: the gradient of a log_softmax needs the row sum of what comes in, which for targets
 (an index per row, probabilities, smoothing, any weights) is known; what is left is pointwise: the
 logits are read once, their gradient is written once, and nothing of that size is stored in between.
+Where stock moves no more than that, it is left.
 """
 
 from __future__ import annotations
@@ -15,9 +17,17 @@ import torch
 
 # Imported to be registered first: the sums are over what it leaves.
 from inductor_ext.lowerings import softmax as softmax
-from inductor_ext.lowerings.row_forms import NotLinear
+from inductor_ext.lowerings.row_forms import NotLinear, OneHot
 from inductor_ext.lowerings.row_sums import Rows
-from inductor_ext.lowerings.softmax_cores import constant, cores, is_long, share, site, why_not
+from inductor_ext.lowerings.softmax_cores import (
+    constant,
+    cores,
+    is_long,
+    remembered,
+    site,
+    stored,
+    why_not,
+)
 
 from inductor_ext import choosing, compat, editing, matching, registry, report
 from inductor_ext.editing import same_shape, value
@@ -25,14 +35,13 @@ from inductor_ext.editing import same_shape, value
 aten, prims = torch.ops.aten, torch.ops.prims
 NAME = "cross_entropy"
 
-# What moves elements about: a computation that Inductor finds too long is not inlined into one.
-_MOVES = {
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-    aten.as_strided_scatter.default,
-    aten.constant_pad_nd.default,
-    aten.index_put.default,
-    aten.cat.default,
+# Computed where they are used, besides what torch tags as pointwise.
+_COMPUTED = {
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.where.Scalar,
+    aten.full.default,
+    prims.iota.default,
 }
 _SUMS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default}
 
@@ -48,28 +57,6 @@ def _keeps(node: Any) -> bool:
     return bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
 
 
-def _is_moved(node: Any) -> bool:
-    """Whether what is computed from a node pointwise ends in a copy to other places (the gradient
-    of shifted logits), where it would be stored in between if it were not inlined."""
-    seen, stack = {node}, [node]
-    while stack:
-        for user in stack.pop().users:
-            if user.target in _MOVES:
-                return True
-            if user not in seen and (matching.is_pointwise(user) or matching.is_view(user)):
-                seen.add(user)
-                stack.append(user)
-    return False
-
-
-def _stored(row: Any, editor: editing.Editor) -> Any:
-    """A row value in memory."""
-    strides = value(row).stride()
-    if not strides or not all(isinstance(s, int) for s in strides):
-        return row
-    return editor.call(compat.into_memory(), row, list(strides))
-
-
 def _store_rows(node: Any, rows: Rows) -> None:
     """Put the row values in memory that a gradient as large as the logits is computed from."""
     seen, stack = {node}, [node]
@@ -83,20 +70,12 @@ def _store_rows(node: Any, rows: Rows) -> None:
                 stack.append(source)
             elif matching.is_pointwise(matching.viewed(source)):
                 rows.editor.before(source.next)  # one for all its users
-                user.replace_input_with(source, _stored(source, rows.editor))
+                user.replace_input_with(source, stored(source, rows.editor))
 
 
-def _fold(node: Any, rows: Rows) -> None:
-    """Put the sum over the row, then over what else ``node`` reduces, in its place."""
+def _put(node: Any, rows: Rows, total: Any) -> None:
+    """Put a sum over the row, summed over what else ``node`` reduces, in its place."""
     editor = rows.editor
-    editor.before(node)
-    total = rows.sum(rows.form(node.args[0]))
-    if rows.depends(node.args[0])[1] and _is_moved(node):
-        # Row values to load, as the sum was: all of their computation for each element might be too
-        # much for Inductor to inline.
-        _store_rows(node.args[0], rows)
-        editor.before(node)
-        total = _stored(total, editor)
     mean, others = node.target in (aten.mean.dim, aten.mean.default), _reduced(node)
     if mean:
         total = rows.mean(total)
@@ -109,30 +88,79 @@ def _fold(node: Any, rows: Rows) -> None:
     editing.erase_unused(rows.graph, [node])
 
 
-def _look_at(node: Any, rows: Rows) -> bool:
-    """Fold one sum over ``rows``, or report why it stays; returns whether it belongs to the
-    forward and would have been a second sweep."""
+def _fold(node: Any, rows: Rows) -> None:
+    """Put the sum over the row in its place, made of what is known."""
+    rows.editor.before(node)
+    total = rows.sum(rows.form(node.args[0]))
+    if rows.depends(node.args[0])[1]:
+        # Row values to load, as the sum was: pointwise code would compute them for each entry.
+        _store_rows(node.args[0], rows)
+        rows.editor.before(node)
+        total = stored(total, rows.editor)
+    _put(node, rows, total)
+
+
+def _by_rows(node: Any, rows: Rows) -> None:
+    """Sum over the row first, in one sweep with other such sums."""
+    if _reduced(node) != [rows.dim]:
+        rows.editor.before(node)
+        source = rows.editor.to(node.args[0], torch.float32)
+        _put(node, rows, rows.editor.call(aten.sum.dim_IntList, source, [rows.dim], True))
+
+
+def _sweeps_memory(node: Any, rows: Rows, compared: set[Any]) -> bool:
+    """Whether Inductor moves something as large as the logits to sum a gradient over the row: it
+    reads that, or stores what is summed because its computation reads much. A one-hot alone is
+    computed where it is summed, and again where it is used."""
+    read, seen, stack = 0, {node}, [node]
+    while stack:
+        source = stack.pop()
+        if source in compared:
+            return True
+        if source.target in _COMPUTED or matching.is_pointwise(source) or matching.is_view(source):
+            new = [n for n in source.all_input_nodes if n not in seen]
+            seen.update(new)
+            stack.extend(new)
+        elif constant(source) is None and isinstance(value(source), torch.Tensor):
+            if same_shape([value(source).numel()], [value(rows.logits[0]).numel()]):
+                return True
+            read += 1
+    form = rows.form(node)
+    one_hot = all(len(k.factors) == 1 and isinstance(k.factors[0], OneHot) for k in form)
+    return not one_hot or read > compat.reads_inlined()
+
+
+def _look_at(node: Any, rows: Rows, compared: set[Any]) -> bool:
+    """Fold one sum over ``rows``, or report why it stays; returns whether it is one of the forward
+    that stays."""
     reduces, of_gradient = rows.depends(node.args[0])
     if not reduces and not of_gradient:
-        return False  # in the first sweep as it is
+        return False  # nothing of a softmax
     what = "row sum of the gradient" if of_gradient else "row sum"
     here = site(rows.logits[0], rows.dim, what)
     try:
+        rows.editor.before(node)
+        if of_gradient and not _sweeps_memory(node.args[0], rows, compared):
+            rows.forget()
+            choosing.leave(NAME, here, "stock moves no bytes for it")
+            return False
         _fold(node, rows)
     except NotLinear as why:
         choosing.leave(NAME, here, f"it is not known without a sweep: {why}")
-    else:
-        reason = "taken in the sweep for the maximum" if not of_gradient else "known beforehand"
-        report.record(report.Decision(NAME, True, "closed form", reason, here, source="heuristic"))
+        rows.forget()
+        return not of_gradient
+    reason = "made with the maximum" if not of_gradient else "known beforehand"
+    report.record(report.Decision(NAME, True, "closed form", reason, here, source="heuristic"))
     rows.forget()
-    return reduces and not of_gradient
+    return False
 
 
-def _compare_instead_of_scatter(rows: Rows) -> None:
+def _compare_instead_of_scatter(rows: Rows) -> set[Any]:
     """The gradient of a gather, one value per row scattered into zeros, as a comparison with the
     column: pointwise, where Inductor would fill the zeros and add atomically. (The gather has found
-    that the index is in range.)"""
+    that the index is in range.) Returns what was put there."""
     graph, shape, dim, editor = rows.graph, rows.shape, rows.dim, editing.Editor(rows.graph)
+    compared = set()
     for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
         zeros, along, index, source = node.args
         row = [1 if i == dim else s for i, s in enumerate(shape)]
@@ -162,13 +190,16 @@ def _compare_instead_of_scatter(rows: Rows) -> None:
             columns = editor.call(aten.unsqueeze.default, columns, -1)
         here = editor.call(aten.eq.Tensor, index, columns)
         placed = editor.call(aten.where.ScalarOther, here, source, 0.0)
+        compared.add(placed)
         node.replace_all_uses_with(editor.to(placed, value(node).dtype))
         editing.erase_unused(graph, [node])
+    return compared
 
 
 def _groups(graph: Any, numbers: editing.Numbers) -> list[tuple[list[Any], int]]:
     """(logits of equal shape, the dimension) of the softmaxes that may be worth a look."""
-    found = dict.fromkeys((core.x, core.dim) for core in cores(graph, numbers))
+    every = (*cores(graph, numbers), *(core for _, core in remembered(graph)))
+    found = dict.fromkeys((numbers.of(core.x), core.dim) for core in every)
     groups: list[tuple[list[Any], int]] = []
     for x, dim in found:
         if is_long(x, dim) and why_not(x, dim) is None:
@@ -189,28 +220,21 @@ def rewrite(graph: Any) -> None:
     for logits, dim in _groups(graph, numbers):
         shape = value(logits[0]).shape
         rows = Rows(graph, numbers, editing.Editor(graph), logits, dim)
-        _compare_instead_of_scatter(rows)
+        compared = _compare_instead_of_scatter(rows)
         totals = {core.total for core in cores(graph, numbers)}
-        looked = [
-            _look_at(node, rows)
+        sums = [
+            node
             for node in list(graph.nodes)
             if node.target in _SUMS
-            and node.users  # else erased meanwhile
             and node not in totals
             and same_shape(value(node.args[0]).shape, shape)
             and dim in _reduced(node)
             and value(node).dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
-        if any(looked):
-            # Their own pattern may no longer find the softmaxes, or sweep twice for each.
-            for x in logits:
-                group = [c for c in cores(graph, numbers) if c.x is x and c.dim == dim]
-                if not all(core.shared for core in group):
-                    share(graph, group)
-                    why = "its maximum and sum in one sweep, whatever is summed besides"
-                    report.record(
-                        report.Decision(NAME, True, "online", why, group[0].site(), "heuristic")
-                    )
+        left = [node for node in sums if node.users and _look_at(node, rows, compared)]
+        if rows.swept:
+            for node in left:
+                _by_rows(node, rows)
     editing.check(graph)
 
 

@@ -1,11 +1,10 @@
 """What is linear in the statistics of a row, in a form whose sum over the row is known.
 
 A value over ``[..., V]`` is written as a *form*: a sum of terms, each a product of factors that
-vary along the row (the key) and of a coefficient that does not. log p = x - m - log s is
-``{(x - r,): 1, (): r - m - log s}``, and t log p is ``{(x - r, t): 1, (t,): r - m - log s}``. The
-sum over the row is then the coefficients times sums of the keys, and none of those needs m or s:
-they are taken in the sweep that finds m and s. ``r`` is an entry of the row, so that an offset
-common to the logits cancels before it is multiplied by V.
+vary along the row (the key) and of a coefficient that does not. With m the maximum and s the sum of
+exponentials of a row, log p = x - m - log s is ``{(x - m,): 1, (): -log s}``. The sum over the row
+is then the coefficients times sums of the keys: that of x - m comes out of the operation that finds
+m and s, and an offset common to the logits cancels before it is multiplied by V.
 
 A key may be one entry of the row (``OneHot``), whose sum is 1; the empty key's is V. What is only
 computed where a condition on the row holds keeps that condition: a NaN elsewhere has to stay out.
@@ -14,12 +13,12 @@ computed where a condition on the row holds keeps that condition: a NaN elsewher
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from inductor_ext.lowerings.softmax_cores import constant, cores, uncast
+from inductor_ext.lowerings.softmax import STATISTICS, settle
+from inductor_ext.lowerings.softmax_cores import Core, constant, cores, remembered, uncast
 
 from inductor_ext import compat
 from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
@@ -64,6 +63,14 @@ class Exponential:
 
 
 @dataclasses.dataclass(frozen=True)
+class Shifted:
+    """The logits less their maximum, of a core that ``operation`` makes."""
+
+    core: Core
+    operation: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Key:
     """Factors that vary along the row, where the conditions (row, whether it must hold) do hold."""
 
@@ -89,7 +96,7 @@ class Forms:
         self.logits, self.dim = logits, dim
         self.shape = list(value(logits[0]).shape)
         self._whole = list(self.shape)
-        self.pairs = _pairs(graph, numbers, logits, dim)
+        self.pairs, self.operations = _pairs(graph, numbers, logits, dim)
         self._depends: dict[Any, tuple[bool, bool]] = {}
         for node in graph.nodes:
             self.depends(node)
@@ -99,6 +106,8 @@ class Forms:
         """Drop what was added for nothing, and all that refers to it."""
         self._forms.clear()
         self.editor.drop_unused()
+        for made in self.operations.values():
+            settle(made.operation)
 
     # --- what a value depends on ------------------------------------------------------------------
 
@@ -107,8 +116,9 @@ class Forms:
         comes in: what does can't be summed in the forward's first sweep."""
         if node not in self._depends:
             sources = [self.depends(n) for n in node.all_input_nodes]
-            reduces = node.target in _REDUCTIONS and same_shape(
-                value(node.all_input_nodes[0]).shape, self._whole
+            reduces = node.target is STATISTICS or (
+                node.target in _REDUCTIONS
+                and same_shape(value(node.all_input_nodes[0]).shape, self._whole)
             )
             self._depends[node] = (
                 reduces or any(r for r, _ in sources),
@@ -154,27 +164,6 @@ class Forms:
             raise NotLinear(f"{node} is not computed in fp32")
         return self.editor.to(node, torch.float32)
 
-    def reference(self, x: Any) -> Any:
-        """A finite entry of each row, the largest of a few; 0 where they are infinite or NaN."""
-        dim, call = self.dim, self.editor.call
-        if not isinstance(self.shape[dim], int):
-            raise NotLinear("where to look in a row of symbolic length is open")
-        step = -(-self.shape[dim] // self._samples())
-        some = call(aten.slice.Tensor, x, dim, 0, 2**63 - 1, step)
-        finite = call(aten.lt.Scalar, call(aten.abs.default, some), torch.inf)
-        top = call(aten.where.ScalarOther, finite, some, -torch.inf)
-        top = call(aten.amax.default, top, [dim], True)
-        none = call(aten.eq.Scalar, top, -torch.inf)
-        return call(aten.where.ScalarSelf, none, 0.0, top)
-
-    def _samples(self) -> int:
-        """4 are read where they are used, in front of the sweep. Where Inductor splits the row over
-        programs that would be too much to read for each entry: from 8 on it is a reduction."""
-        rows = [compat.hint(compat.expr(s)) for i, s in enumerate(self.shape) if i != self.dim]
-        enough = 2 * compat.multiprocessors(value(self.logits[0]).device)
-        whole = self.dim == len(self.shape) - 1 and math.prod(rows) >= enough
-        return 4 if whole else 8
-
     # --- forms ------------------------------------------------------------------------------------
 
     def form(self, node: Any, whole: bool = True, depth: int = 0) -> Form:
@@ -195,9 +184,10 @@ class Forms:
         if self.is_row(node):
             return {ONE: self._float(node)}
         if self.numbers.of(node) in self.logits:
-            x = self.editor.to(self.numbers.of(node), torch.float32)
-            r = self.reference(x)
-            return {Key((self.editor.call(aten.sub.Tensor, x, r),)): 1, ONE: r}
+            made = self.operations.get(self.numbers.of(node))
+            if made is None:
+                raise NotLinear("a sum of the logits needs a sweep")
+            return {Key((made,)): 1, ONE: made.core.peak}
         if whole and not any(self.depends(node)) and not self._is_one_hot(node):
             return {Key((self._factor(node),)): 1}
         form = self._descend(node, lambda n: self.form(n, whole, depth + 1))
@@ -286,7 +276,7 @@ class Forms:
         def put(n: Any) -> Any:
             if isinstance(n, OneHot):
                 return OneHot(put(n.index), put(n.node))
-            if isinstance(n, Exponential):
+            if isinstance(n, (Exponential, Shifted)):
                 raise NotLinear("a softmax of another shape")
             if not isinstance(n, torch.fx.Node):
                 return n
@@ -415,17 +405,25 @@ class Forms:
         )
 
 
-def _pairs(graph: Any, numbers: Numbers, logits: list[Any], dim: int) -> dict[Any, Any]:
-    """logits -> (maximum, sum of exponentials), where both are already there in that shape."""
+def _pairs(
+    graph: Any, numbers: Numbers, logits: list[Any], dim: int
+) -> tuple[dict[Any, Any], dict[Any, Shifted]]:
+    """logits -> (maximum, sum of exponentials), where both are already there in that shape; and
+    what is made by an operation."""
     found: dict[Any, Any] = {}
-    for core in cores(graph, numbers):
-        if core.x in logits and core.dim == dim and not core.guarded:
-            found.setdefault(core.x, (core.peak, core.total))
-    for x, (peak, total) in found.items():  # what ``share`` puts behind the sum
-        guard = next((n for n in total.users if n.target is aten.where.self), total)
-        found[x] = peak, guard
+    shifted: dict[Any, Shifted] = {}
     rank = value(logits[0]).dim()
-    return {x: p for x, p in found.items() if all(value(n).dim() == rank for n in p)}
+    made = list(remembered(graph))
+    for core in (*(core for _, core in made), *cores(graph, numbers)):
+        x = numbers.of(core.x)
+        same = x in logits and core.dim == dim and not core.guarded
+        if same and all(value(n).dim() == rank for n in (core.peak, core.total)):
+            found.setdefault(x, (core.peak, core.total))
+    for operation, core in made:
+        x = numbers.of(core.x)
+        if x in found:
+            shifted.setdefault(x, Shifted(core, operation))
+    return found, shifted
 
 
 def _alpha(node: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from inductor_ext.lowerings.row_forms import Exponential, Form, Forms, NotLinear, OneHot
+from inductor_ext.lowerings.loss_rows import NoForm
+from inductor_ext.lowerings.row_forms import Exponential, Form, Forms, NotLinear, OneHot, Shifted
+from inductor_ext.lowerings.softmax import below_of
 
 from inductor_ext.editing import same_shape, same_size, value
 
@@ -13,7 +15,12 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Rows(Forms):
-    """Forms, and their sums over the row as new nodes."""
+    """Forms, and their sums over the row as new nodes.
+
+    ``swept`` once one of these is a sweep of its own, over something else than logits.
+    """
+
+    swept = False
 
     def sum(self, form: Form) -> Any:
         """The sum of a form over the row, fp32, with one entry per row."""
@@ -65,6 +72,13 @@ class Rows(Forms):
             return self._columns()
         one_hots = [f for f in factors if isinstance(f, OneHot)]
         others = [f for f in factors if not isinstance(f, OneHot)]
+        shifted = [f for f in others if isinstance(f, Shifted)]
+        if shifted:
+            if len(factors) == 1:
+                return self._below(shifted[0])
+            if len(factors) == 2 and one_hots:
+                return self._entry(shifted[0], one_hots[0])
+            raise NotLinear("a weighted sum of the logits reads them again")
         if len(one_hots) == 1 and all(map(self._is_column, others)):
             return self._picked(one_hots[0], others)
         if len(factors) == 1 and isinstance(factors[0], Exponential):
@@ -77,7 +91,33 @@ class Rows(Forms):
         if any(self.depends(product)):
             raise NotLinear("a factor needs a reduction of its own")
         along = self.dim - len(self.shape)
+        self.swept = self.swept or not self._is_column(product)
         return call(aten.sum.dim_IntList, product, [along], True)
+
+    def _below(self, shifted: Shifted) -> Any:
+        """The sum of the logits less their maximum."""
+        try:
+            return below_of(self.graph, self.numbers, self.editor, shifted.operation, shifted.core)
+        except NoForm as why:
+            raise NotLinear(str(why)) from why
+
+    def _entry(self, shifted: Shifted, one_hot: OneHot) -> Any:
+        """One of them in each row; NaN if there is an infinity elsewhere, which was multiplied
+        by 0."""
+        call, core = self.editor.call, shifted.core
+        inside = self._inside(one_hot)
+        at = self._as_row(call(aten.where.ScalarOther, inside, one_hot.index, 0))
+        entry = call(aten.gather.default, core.x, self.dim, self.editor.to(at, torch.int64))
+        entry = call(aten.sub.Tensor, self.editor.to(entry, torch.float32), core.peak)
+        entry = call(aten.where.ScalarOther, inside, entry, 0.0)
+        nothing = call(aten.mul.Tensor, self._below(shifted), 0.0)
+        return call(aten.add.Tensor, entry, nothing)
+
+    def _inside(self, one_hot: OneHot) -> Any:
+        """Whether a one-hot's index is a column."""
+        call, index = self.editor.call, one_hot.index
+        first, last = call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, self._columns())
+        return call(aten.logical_and.default, first, last)
 
     def _is_column(self, factor: Any) -> bool:
         """Whether a factor is the same in every row."""
@@ -90,9 +130,7 @@ class Rows(Forms):
     def _picked(self, one_hot: OneHot, columns: list[Any]) -> Any:
         """The sum of a one-hot times columns: their entry there. An infinity elsewhere would have
         been multiplied by 0."""
-        call, index, size = self.editor.call, one_hot.index, self._columns()
-        first, last = call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, size)
-        inside = call(aten.logical_and.default, first, last)
+        call, index, inside = self.editor.call, one_hot.index, self._inside(one_hot)
         picked = call(prims.convert_element_type.default, inside, torch.float32)
         if columns:
             product = columns[0]

@@ -1,69 +1,195 @@
-"""Softmaxes in one sweep: every softmax of the same logits shares one online (max, sum) pair.
+"""The statistics of long rows of logits by one kernel, for every softmax of these logits.
 
-Inductor computes both in one sweep, where it recognises a softmax in its last passes. It does not
-behind a scale or a temperature, whose rewriting (for exactness with large scales, with flags for
-rows that are not finite) hides it; nor in logsumexp; and the same sums over two copies of the
-logits are two sweeps. So the pair is put into the joint graph, before that rewriting: what is
-computed from the logits stays as the program has it, with its own results for infinities and NaN.
+A softmax over a long row needs its maximum and its sum of exponentials. Inductor finds both in one
+sweep that computes more than it reads, or in two, and in more where a scale, a softcap or
+logsumexp hides that two softmaxes are of the same logits. Here ``row_statistics`` reads the logits
+once; all else stays as the program has it, with its own results for infinities and NaN, and fuses
+as it would.
+
+That pays where the logits lie in memory anyway, and are many. What the kernel computes itself (a
+scale, a tanh softcap, conversions) may stand in between.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import torch
+from inductor_ext.lowerings.loss_rows import (
+    Level,
+    NoForm,
+    RowValues,
+    is_contiguous,
+    key_of,
+    levels_of,
+)
 from inductor_ext.lowerings.softmax_cores import (
-    SCALES,
     Core,
     cores,
     is_long,
-    share,
-    uncast,
+    put_pair,
+    remember,
+    replaced,
+    row_shape,
+    store_rows,
     why_not,
 )
 
-from inductor_ext import choosing, editing, registry, report
+from inductor_ext import choosing, compat, editing, registry, report
+from inductor_ext.editing import Editor, Numbers, value
+from inductor_ext.ops import _joint
 
 aten = torch.ops.aten
 NAME = "softmax"
+STATISTICS = _joint.row_statistics._opoverload
+# Fewer bytes of logits stay in L2 between two sweeps, and a launch takes as long as one.
+LEAST_BYTES = 2**25
+_PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten._scaled_mm.default,
+}
 
 
-def _why(group: list[Core]) -> str | None:
-    """What hides the group from Inductor, or makes it sweep twice; None if nothing does."""
-    first = group[0]
-    if len({core.total for core in group}) > 1:
-        return f"{len(group)} softmaxes of these logits share one sweep"
-    if uncast(first.x).target in SCALES:
-        return "one sweep: a scale would have hidden the softmax"
-    if first.guarded:
-        return "one sweep of logsumexp"
-    if first.peak.target is not aten.amax.default:
-        return "one sweep of a softmax written out with max"
-    return None
+def _lies_in_memory(node: Any) -> bool:
+    """Whether a value is written to memory whoever reads it: no code that could fuse makes it."""
+    if node.target is operator.getitem:
+        node = node.args[0]
+    if node.op != "call_function":
+        return node.op in ("placeholder", "get_attr")
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target in _PRODUCTS or compat.is_extern(node.target)
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    return math.prod(compat.hint(compat.expr(s)) for s in tensor.shape)
+
+
+def _check(group: list[Core], numbers: Numbers) -> None:
+    """Raise where the softmaxes are no site."""
+    x, dim = group[0].x, group[0].dim
+    reason = why_not(x, dim)
+    if reason is not None:
+        raise NoForm(reason)
+    if compat.ahead_of_time():
+        raise NoForm("a C++ wrapper can't hold an operation in Python")
+    if dim != value(x).dim() - 1:
+        raise NoForm("the classes are not the last dimension")
+    if any(compat.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
+        raise NoForm("activation checkpointing computes it again in the backward")
+    for core in group:
+        if core.peak.target is operator.getitem and any(
+            user.args[1] == 1 and user.users for user in core.peak.args[0].users
+        ):
+            raise NoForm("its argmax needs a sweep as well")
+    _check_levels(x, levels_of(x, numbers))
+
+
+def _check_levels(x: Any, levels: list[Level]) -> None:
+    base, scale = levels[-1].base, levels[-1].scale
+    if not (0 < scale < math.inf and levels[-1].softcap >= 0):
+        raise NoForm("its scale is not positive")
+    if not _lies_in_memory(base):
+        raise NoForm("its logits are computed where they are read")
+    tensor = value(base)
+    if not (is_contiguous(tensor) or (tensor.dim() == 2 and tensor.stride(1) == 1)):
+        raise NoForm("the logits are not rows of one memory")
+    if 8 * _numel(value(x)) < 7 * _numel(tensor):
+        raise NoForm("only a part of the rows in memory is used")
+    if _numel(tensor) * tensor.element_size() < LEAST_BYTES:
+        raise NoForm("logits of this size are swept as fast as a kernel is launched")
+
+
+def _emit(graph: Any, numbers: Numbers, group: list[Core]) -> None:
+    """Put the operation's results in place of the maxima and sums of softmaxes of equal logits."""
+    x, editor = group[0].x, Editor(graph)
+    levels = levels_of(x, numbers)
+    rows = RowValues(graph, numbers, editor, x, levels)
+    last, level = levels[-1], len(levels) - 1
+    places = {c.peak if c.peak.target is aten.amax.default else c.peak.args[0] for c in group}
+    editor.before(next(node for node in graph.nodes if node in places))
+    try:
+        base = last.base
+        if value(base).dim() != 2:
+            base = editor.call(aten.view.default, base, rows.sizes([-1, value(base).shape[-1]]))
+        operation = editor.call(STATISTICS, base, False, last.scale, last.softcap)
+        pair = [rows.lower(editor.call(operator.getitem, operation, i), level) for i in range(2)]
+        shapes = {core.x: rows.sizes(row_shape(core.x, -1)) for core in group}
+    except NoForm:
+        editor.drop_unused()
+        raise
+    made = []
+    for own, shape in shapes.items():  # in several shapes, maybe
+        peak, total = (rows.shaped(row, shape) for row in pair)
+        put_pair(editor, [core for core in group if core.x is own], peak, total)
+        made.append(Core(own, group[0].dim, peak, total, False))
+    editing.erase_unused(graph, replaced(group))
+    editor.drop_unused()
+    remember(operation, made)
+    store_rows(graph, pair)
+
+
+def below_of(graph: Any, numbers: Numbers, editor: Editor, operation: Any, core: Core) -> Any:
+    """The sum of the logits less their maximum over each row, in the shape of ``core``'s maximum,
+    out of the operation that makes it; see ``settle``. Raises NoForm."""
+    levels = levels_of(core.x, numbers)
+    rows = RowValues(graph, numbers, editor, core.x, levels)
+    shape = rows.sizes(row_shape(core.x, -1))
+    _set_below(operation, True)
+    below = editor.call(operator.getitem, operation, 2)
+    return rows.shaped(rows.lower(below, len(levels) - 1), shape)
+
+
+def settle(operation: Any) -> None:
+    """Have an operation make the sum of ``below_of`` only if something uses it."""
+    _set_below(operation, any(user.args[1] == 2 and user.users for user in operation.users))
+
+
+def _set_below(operation: Any, below: bool) -> None:
+    x, before, *others = operation.args
+    if below != before:
+        operation.args = (x, below, *others)
+        with torch.no_grad():
+            operation.meta["val"] = STATISTICS(value(x), below, *others)
+
+
+def _groups(graph: Any, numbers: Numbers) -> list[list[Core]]:
+    """The long softmaxes with equal logits."""
+    groups: dict[Any, list[Core]] = {}
+    for core in cores(graph, numbers):
+        if is_long(core.x, core.dim):
+            key: Any = core.x, core.dim
+            if core.dim == value(core.x).dim() - 1:
+                key = key_of(levels_of(core.x, numbers), numbers)
+            groups.setdefault(key, []).append(core)
+    return list(groups.values())
 
 
 def rewrite(graph: Any) -> None:
     """The pass over a joint graph."""
     if not graph.find_nodes(op="call_function", target=aten.exp.default):
         return
-    numbers = editing.Numbers(graph)
-    groups: dict[Any, list[Core]] = {}
-    for core in cores(graph, numbers):
-        if is_long(core.x, core.dim):
-            groups.setdefault((core.x, core.dim), []).append(core)
-    for group in groups.values():
-        first = {numbers.of(core.total): core for core in reversed(group)}
-        site, x, dim = group[0].site(), group[0].x, group[0].dim
-        reason = why_not(x, dim)
-        if reason is not None:
-            choosing.leave(NAME, site, reason)
-            continue
-        why = _why(list(first.values()))
-        if why is None:
-            choosing.leave(NAME, site, "stock reads the logits once for its maximum and sum")
-            continue
-        share(graph, group)
-        report.record(report.Decision(NAME, True, "online", why, site, source="heuristic"))
+    numbers = Numbers(graph)
+    for group in _groups(graph, numbers):
+        here, softmaxes = group[0].site(), len({numbers.of(core.total) for core in group})
+        try:
+            _check(group, numbers)
+            _emit(graph, numbers, group)
+        except NoForm as reason:
+            choosing.leave(NAME, here, str(reason))
+        else:
+            why = "one read of the logits"
+            if softmaxes > 1:
+                why = f"one read of the logits for {softmaxes} softmaxes"
+            report.record(
+                report.Decision(NAME, True, "row_statistics", why, here, source="heuristic")
+            )
     editing.check(graph)
 
 

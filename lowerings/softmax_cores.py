@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from inductor_ext import compat
-from inductor_ext.editing import Editor, Numbers, erase_unused, same_shape, value
+from inductor_ext import compat, matching
+from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-SCALES = (aten.mul.Tensor, aten.div.Tensor)
 LONG = 1024  # up to here Inductor keeps a row in registers
-_SHARED = "inductor_ext_shared"  # in the meta of a node
+_MADE = "inductor_ext_softmaxes"  # in the meta of an operation on rows
 _RESHAPED = {
     aten.unsqueeze.default,
     aten.squeeze.dim,
@@ -46,11 +45,6 @@ class Core:
     peak: Any
     total: Any
     guarded: bool
-
-    @property
-    def shared(self) -> bool:
-        """Whether it is the pair that ``share`` made."""
-        return _SHARED in self.total.meta
 
     def site(self) -> str:
         """The place, for a report."""
@@ -172,25 +166,50 @@ def cores(graph: Any, numbers: Numbers) -> Iterator[Core]:
             yield Core(numbers.of(x), dim, found[0], total, found[3])
 
 
-def share(graph: Any, group: list[Core]) -> None:
-    """Put one (maximum, sum) pair in place of those of a group with equal logits."""
-    editor = Editor(graph)
-    x, dim = group[0].x, group[0].dim
-    places = {c.peak if c.peak.target is aten.amax.default else c.peak.args[0] for c in group}
-    editor.before(next(node for node in graph.nodes if node in places))
-    x32 = editor.to(x, torch.float32)
-    peak = editor.call(aten.amax.default, x32, [dim], True)
-    exps = editor.call(aten.exp.default, editor.call(aten.sub.Tensor, x32, peak))
-    total = editor.call(aten.sum.dim_IntList, exps, [dim], True)
-    total.meta[_SHARED] = True
-    # The same value: the sum is NaN where the maximum is. It keeps Inductor from scheduling what is
-    # made of the sum alone before the maximum, which would then be found in a sweep of its own. And
-    # a second use of the maximum is what the rewriting of scaled softmaxes stops at.
-    missing = editor.call(aten.ne.Tensor, peak, peak)
-    total = editor.call(aten.where.self, missing, peak, total)
+def remember(operation: Any, made: Iterable[Core]) -> None:
+    """Note the cores whose maxima and sums an operation makes, for ``remembered``."""
+    operation.meta[_MADE] = list(made)
 
-    put_pair(editor, group, peak, total)
-    erase_unused(graph, replaced(group))
+
+def remembered(graph: Any) -> Iterator[tuple[Any, Core]]:
+    """(operation, core) of what ``remember`` noted and is still there."""
+    for node in graph.nodes:
+        for core in node.meta.get(_MADE, ()):
+            if not any(map(compat.is_erased, (core.x, core.peak, core.total))):
+                yield node, core
+
+
+def stored(row: Any, editor: Editor) -> Any:
+    """A row value in memory."""
+    strides = value(row).stride()
+    if not strides or not all(isinstance(s, int) for s in strides):
+        return row
+    return editor.call(compat.into_memory(), row, list(strides))
+
+
+def store_rows(graph: Any, made: Iterable[Any]) -> None:
+    """Put in memory what is computed from row values and used beside whole rows: pointwise code
+    would compute it again for each entry."""
+    editor, stack = Editor(graph), list(made)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        wide = []
+        for user in list(node.users):
+            if not (matching.is_pointwise(user) or matching.is_view(user)):
+                continue
+            if not same_shape([value(user).numel()], [value(node).numel()]):
+                wide.append(user)
+            elif user not in seen:
+                seen.add(user)
+                stack.append(user)
+        source = matching.viewed(node)
+        if wide and matching.is_pointwise(source):
+            editor.before(node.next)
+            editor.forget()
+            kept = stored(node, editor)
+            for user in wide:
+                user.replace_input_with(node, kept)
 
 
 def replaced(group: list[Core]) -> list[Any]:
@@ -228,8 +247,8 @@ def is_long(x: Any, dim: int) -> bool:
 def why_not(x: Any, dim: int) -> str | None:
     """A reason to leave long rows to stock."""
     tensor = value(x)
-    if not compat.may_use_online_softmax(tensor.device):
-        return "not Triton code for CUDA, or without its one-sweep softmax"
+    if not compat.writes_triton(tensor.device):
+        return "not Triton code for CUDA"
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"computed in {tensor.dtype}; fp32, bf16 or fp16 are handled"
     if compat.has_unbacked([compat.expr(s) for s in tensor.shape]):

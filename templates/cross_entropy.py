@@ -158,7 +158,7 @@ def gather(state, x_t, alpha, KIND: tl.constexpr, SMOOTH: tl.constexpr):
     """(anchor, total, linear, mass) of a row from those of its threads, or of its splits."""
     shift, total, linear, mass = state
     anchor, total = meet(shift, total, alpha)
-    if KIND == DENSE or (KIND == INDEX and SMOOTH):
+    if KIND == DENSE or SMOOTH:
         linear += mass * (reference_of(shift, x_t) - reference_of(tl.max(shift, 0), x_t))
     return anchor, total, tl.sum(linear, 0), tl.sum(mass, 0)
 
@@ -175,13 +175,13 @@ def absorb(
     x, _ = soft_cap(x.to(tl.float32), cap, CAPPED)
     if MASKED:
         x = tl.where(inside, x, -float("inf"))
-    if KIND == DENSE or (KIND == INDEX and SMOOTH):
+    if KIND == DENSE or SMOOTH:
         top = highest(tl.reshape(x, [ROWS, THREADS, E]))
         q = distribution(Q, W, c, inside, eps_of, KIND, WEIGHTED, SMOOTH, MASKED)
         old, new = reference_of(shift, x_t), reference_of(tl.maximum(shift, top), x_t)
         linear += mass * (old - new)
         y = tl.reshape(x, [ROWS, THREADS, E]) - new[None, :, None]
-        if KIND == INDEX and not WEIGHTED and not MASKED:
+        if KIND != DENSE and not WEIGHTED and not MASKED:
             mass += ROWS * E
         else:
             q = tl.where(inside, q, 0.0) if MASKED else q
@@ -199,7 +199,7 @@ def absorb(
             x = tl.where(c == t, -float("inf"), x)
             if SMOOTH:
                 top = highest(tl.reshape(x, [ROWS, THREADS, E]))
-    if KIND != DENSE and not (KIND == INDEX and SMOOTH):
+    if KIND != DENSE and not SMOOTH:
         top = highest(tl.reshape(x, [ROWS, THREADS, E]))
     shift, total = fold(tl.reshape(x, [ROWS, THREADS, E]), top, shift, total, alpha)
     return shift, total, linear, mass

@@ -391,26 +391,60 @@ def rows_and_gradient(
     return *results, dx
 
 
+def row_statistics(
+    x: torch.Tensor, below: bool, scale: float, softcap: float, tile: Tile | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(peak, total, below) [N] of ``row_gradient``, fp32, in one read of x [N, V], whose stride
+    along V is 1. ``below`` has no elements unless it is asked for. A given ``tile`` keeps few rows
+    in one program each."""
+    rows = x.shape[0]
+    results = [
+        torch.empty(n, dtype=torch.float32, device=x.device)
+        for n in (rows, rows, rows if below else 0)
+    ]
+    peak, total, linear = results
+    if rows != 0:
+        flags = {"KIND": NONE, "SMOOTH": below, "CAPPED": softcap != 0}
+        _statistics(x, x, x, [*results, x], [scale, softcap or 1.0], flags, tile)
+    return peak, total, linear
+
+
+def _statistics(
+    x: torch.Tensor, target: torch.Tensor, saved: torch.Tensor, results: list[torch.Tensor],
+    numbers: list[float], flags: dict[str, Any], tile: Tile | None = None,
+) -> None:  # fmt: skip
+    """Write ``results`` (peak, total, below, picked) and ``saved`` in one read of x."""
+    rows, columns = x.shape
+    layout, whole = _layout(x), tile is not None
+    tile = tile or read_tile(columns, x.element_size())
+    block = _block(tile, layout["E"])
+    splits, segment = (1, block) if whole else _segments(rows, columns, block)
+    split = flags["KIND"] != NONE or splits > 1  # a target's results are only joined
+    partials = x
+    if split:
+        partials = torch.empty((STATISTICS, rows, splits), dtype=torch.float32, device=x.device)
+    t_stride = target.stride(0) if flags["KIND"] != NONE else 0
+    sizes = [rows, columns, x.stride(0), t_stride, splits]
+    wrap_triton(row_gradient.segments_kernel)[(rows * splits,)](
+        x, target, partials, *results[:3], *sizes, segment, *numbers, **flags, SPLIT=split,
+        **layout, **_shape_of(tile),
+    )  # fmt: skip
+    if split:
+        wrap_triton(row_gradient.join_kernel)[(rows,)](
+            x, target, partials, saved, *results, *sizes, *numbers, **flags,
+            SPLITS=triton.next_power_of_2(splits), num_warps=1,
+        )  # fmt: skip
+
+
 def _split(
     x: torch.Tensor, dx: torch.Tensor, target: torch.Tensor, factors: list[torch.Tensor],
     results: tuple[torch.Tensor, ...], numbers: list[float], flags: dict[str, bool],
 ) -> None:  # fmt: skip
     """``rows_and_gradient`` of few rows, several programs to each: two reads."""
     rows, columns = x.shape
-    tile, layout = read_tile(columns, x.element_size()), _layout(x)
-    splits, segment = _segments(rows, columns, _block(tile, layout["E"]))
-    partials = torch.empty((STATISTICS, rows, splits), dtype=torch.float32, device=x.device)
     saved = torch.empty((SAVED, rows), dtype=torch.float32, device=x.device)
-    of_statistics = {k: flags[k] for k in ("SMOOTH", "CAPPED")}
-    sizes = [rows, columns, x.stride(0), target.stride(0), splits]
-    wrap_triton(row_gradient.segments_kernel)[(rows * splits,)](
-        x, target, partials, *sizes, segment, *numbers, **of_statistics, **layout,
-        **_shape_of(tile),
-    )  # fmt: skip
-    wrap_triton(row_gradient.join_kernel)[(rows,)](
-        x, target, partials, saved, *results, *sizes, *numbers, **of_statistics,
-        SPLITS=triton.next_power_of_2(splits), num_warps=1,
-    )  # fmt: skip
+    of_statistics = {"KIND": INDEX, **{k: flags[k] for k in ("SMOOTH", "CAPPED")}}
+    _statistics(x, target, saved, list(results), numbers, of_statistics)
     tile, layout = gradient_tile(columns, x.element_size()), _layout(x, dx)
     chunk = 2 * _block(tile, layout["E"])
     chunks = triton.cdiv(columns, chunk)

@@ -15,7 +15,7 @@ has no difference of nearly equal numbers where A = b. Nothing is held back from
 are all 0 but its gradient, which is 0 whatever the row holds.
 
 rows_kernel         statistics and gradient in one program per row
-segments_kernel     statistics of a segment of a row; where there are too few rows for a card
+segments_kernel     statistics of a row, or of a segment of one where there are too few rows for a card
 join_kernel         a row's segments into one
 spread_kernel       the gradient from these, per (row, chunk)
 """
@@ -25,20 +25,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cross_entropy import INDEX, LN2, LOG2E, gather, single_slope, sweep, write
+from .cross_entropy import INDEX, LN2, LOG2E, NONE, gather, single_slope, sweep, write
 from .row_softmax import anchor_of, row_start, soft_cap
 
 SAVED = tl.constexpr(3)  # anchor, total, margin: what the gradient needs of a row
 
 
 @triton.jit
-def own_of(X, T, row, x_stride, t_stride, columns, cap, CAPPED: tl.constexpr):
+def own_of(
+    X, T, row, x_stride, t_stride, columns, cap, CAPPED: tl.constexpr, KIND: tl.constexpr = INDEX
+):  # fmt: skip
     """(column of the target, its logit); (-1, -inf) where there is none."""
-    t = tl.load(T + row.to(tl.int64) * t_stride).to(tl.int64)
-    there = (t >= 0) & (t < columns)
-    x = tl.load(X + row.to(tl.int64) * x_stride + tl.where(there, t, 0)).to(tl.float32)
-    x, _ = soft_cap(x, cap, CAPPED)
-    return tl.where(there, t, -1).to(tl.int32), tl.where(there, x, -float("inf"))
+    if KIND == NONE:
+        return -1, -float("inf")
+    else:
+        t = tl.load(T + row.to(tl.int64) * t_stride).to(tl.int64)
+        there = (t >= 0) & (t < columns)
+        x = tl.load(X + row.to(tl.int64) * x_stride + tl.where(there, t, 0)).to(tl.float32)
+        x, _ = soft_cap(x, cap, CAPPED)
+        return tl.where(there, t, -1).to(tl.int32), tl.where(there, x, -float("inf"))
 
 
 @triton.jit
@@ -94,12 +99,11 @@ def own_slope(
 
 
 @triton.jit
-def put_rows(PEAK, TOTAL, BELOW, PICKED, row, peak, total, below, picked, SMOOTH: tl.constexpr):
+def put_rows(PEAK, TOTAL, BELOW, row, peak, total, below, SMOOTH: tl.constexpr):
     tl.store(PEAK + row, peak)
     tl.store(TOTAL + row, total)
     if SMOOTH:
         tl.store(BELOW + row, below)
-    tl.store(PICKED + row, picked)
 
 
 @triton.jit
@@ -138,8 +142,8 @@ def rows_kernel(
     )  # fmt: skip
     anchor, total, linear, _ = gather(state, x_t, alpha, INDEX, SMOOTH)
     peak, total, below, anchor, margin = complete(x_t, anchor, total, linear, scale, alpha, SMOOTH)
-    picked = tl.where(t >= 0, x_t * scale, 0.0)
-    put_rows(PEAK, TOTAL, BELOW, PICKED, row, peak, total, below, picked, SMOOTH)
+    put_rows(PEAK, TOTAL, BELOW, row, peak, total, below, SMOOTH)
+    tl.store(PICKED + row, tl.where(t >= 0, x_t * scale, 0.0))
     if used:
         per_exp, per_p = slopes_of(a0, a1, b, anchor, total, scale)
         single = own_slope(
@@ -160,40 +164,50 @@ def rows_kernel(
 
 @triton.jit
 def segments_kernel(
-    X, T, PARTIALS, rows, columns, x_stride, t_stride, splits, segment, scale, cap,
-    SMOOTH: tl.constexpr, CAPPED: tl.constexpr, COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr,
-    R: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
+    X, T, PARTIALS, PEAK, TOTAL, BELOW,
+    rows, columns, x_stride, t_stride, splits, segment, scale, cap,
+    KIND: tl.constexpr, SPLIT: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
+    COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, THREADS: tl.constexpr,
+    E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = columns // COLUMNS_OF * COLUMNS_OF
     alpha = scale * LOG2E
-    row, part = tl.program_id(0) // splits, tl.program_id(0) % splits
-    t, x_t = own_of(X, T, row, x_stride, t_stride, columns, cap, CAPPED)
+    row, part, first = tl.program_id(0), 0, 0
+    if SPLIT:
+        row, part = tl.program_id(0) // splits, tl.program_id(0) % splits
+        first = part * segment
+    t, x_t = own_of(X, T, row, x_stride, t_stride, columns, cap, CAPPED, KIND)
     offset, head = row_start(row, x_stride, E, ALIGNED)
-    first = head + part * segment
-    n = tl.minimum(tl.maximum(columns - first, 0), segment)
-    edges = tl.where(part == 0, tl.minimum(head, columns), 0)
+    n, edges = tl.maximum(columns - head - first, 0), tl.minimum(head, columns)
+    if SPLIT:
+        n, edges = tl.minimum(n, segment), tl.where(part == 0, edges, 0)
     _, state = sweep(
-        X, X + offset + part * segment, head, edges, first, n, t, x_t, X, X, alpha, cap,
-        (1.0, 1.0), INDEX, False, SMOOTH, CAPPED, ALIGNED, 0, 0, True, R, THREADS, E, STAGES, True,
+        X, X + offset + first, head, edges, head + first, n, t, x_t, X, X, alpha, cap,
+        (1.0, 1.0), KIND, False, SMOOTH, CAPPED, ALIGNED, 0, 0, True, R, THREADS, E, STAGES,
+        KIND == INDEX,
     )  # fmt: skip
-    anchor, total, linear, mass = gather(state, x_t, alpha, INDEX, SMOOTH)
-    # An empty segment has the sum 0, whatever its anchor: merged with -inf, it never wins.
-    at, size = PARTIALS + tl.program_id(0), rows * splits
-    tl.store(at, tl.where(total == 0, -float("inf"), anchor))
-    tl.store(at + size, total)
-    if SMOOTH:
-        tl.store(at + 2 * size, linear)
-        tl.store(at + 3 * size, mass)
+    anchor, total, linear, mass = gather(state, x_t, alpha, KIND, SMOOTH)
+    if SPLIT:
+        # An empty segment has the sum 0, whatever its anchor: merged with -inf, it never wins.
+        at, size = PARTIALS + tl.program_id(0), rows * splits
+        tl.store(at, tl.where(total == 0, -float("inf"), anchor))
+        tl.store(at + size, total)
+        if SMOOTH:
+            tl.store(at + 2 * size, linear)
+            tl.store(at + 3 * size, mass)
+    else:
+        peak, total, below, _, _ = complete(x_t, anchor, total, linear, scale, alpha, SMOOTH)
+        put_rows(PEAK, TOTAL, BELOW, row, peak, total, below, SMOOTH)
 
 
 @triton.jit
 def join_kernel(
     X, T, PARTIALS, SAVED_ROWS, PEAK, TOTAL, BELOW, PICKED,
     rows, columns, x_stride, t_stride, splits, scale, cap,
-    SMOOTH: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr,
+    KIND: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    t, x_t = own_of(X, T, row, x_stride, t_stride, columns, cap, CAPPED)
+    t, x_t = own_of(X, T, row, x_stride, t_stride, columns, cap, CAPPED, KIND)
     i = tl.arange(0, SPLITS)
     at, size = PARTIALS + row * splits + i, rows * splits
     shift = tl.load(at, mask=i < splits, other=-float("inf"))
@@ -203,13 +217,14 @@ def join_kernel(
         linear = tl.load(at + 2 * size, mask=i < splits, other=0.0)
         mass = tl.load(at + 3 * size, mask=i < splits, other=0.0)
     alpha = scale * LOG2E
-    anchor, total, linear, _ = gather((shift, total, linear, mass), x_t, alpha, INDEX, SMOOTH)
+    anchor, total, linear, _ = gather((shift, total, linear, mass), x_t, alpha, KIND, SMOOTH)
     peak, total, below, anchor, margin = complete(x_t, anchor, total, linear, scale, alpha, SMOOTH)
-    picked = tl.where(t >= 0, x_t * scale, 0.0)
-    put_rows(PEAK, TOTAL, BELOW, PICKED, row, peak, total, below, picked, SMOOTH)
-    tl.store(SAVED_ROWS + row, anchor)
-    tl.store(SAVED_ROWS + rows + row, total)
-    tl.store(SAVED_ROWS + 2 * rows + row, margin)
+    put_rows(PEAK, TOTAL, BELOW, row, peak, total, below, SMOOTH)
+    if KIND == INDEX:
+        tl.store(PICKED + row, tl.where(t >= 0, x_t * scale, 0.0))
+        tl.store(SAVED_ROWS + row, anchor)
+        tl.store(SAVED_ROWS + rows + row, total)
+        tl.store(SAVED_ROWS + 2 * rows + row, margin)
 
 
 @triton.jit

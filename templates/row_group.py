@@ -113,7 +113,8 @@ def group_kernel(
         )
         if part == 0:
             picked = tl.where(t >= 0, x_t * scale, 0.0)
-            put_rows(PEAK, TOTAL, BELOW, PICKED, row, peak, total, below, picked, SMOOTH)
+            put_rows(PEAK, TOTAL, BELOW, row, peak, total, below, SMOOTH)
+            tl.store(PICKED + row, picked)
             tl.store(MARGIN + row, margin)
         to = DX + tl.multiple_of(row.to(tl.int64) * dx_stride, E)
         if used:

@@ -65,6 +65,45 @@ def _(
     return *_like_statistics(a0, c), launch.like_rows(x)
 
 
+@torch.library.custom_op("inductor_ext::row_statistics", mutates_args=(), tags=_ANY_STRIDES)
+def row_statistics(
+    x: Tensor, below: bool, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(peak, total, below) of logits x [N, V]: what a softmax needs of its rows, in one read.
+
+    Args:
+        x: bf16, fp16 or fp32 for the kernels, any strides; fp64 and CPU tensors are composed of
+            torch functions.
+        below: whether the third result is made; it has no elements otherwise.
+        scale: positive. softcap: positive, or 0 for none.
+
+    Returns peak [N] = max_j z_j, total [N] = sum_j exp(z_j - peak), below [N] = sum_j (z_j - peak),
+    fp32 (fp64 for fp64), for infinities and NaN as torch has them. Deterministic. Raises ValueError
+    for what does not fit.
+    """
+    _check_rows(x.shape, scale, softcap)
+    if not _rows.kernels_apply(x):
+        peak, total, linear = _statistics(composed.logits_of(x, scale, softcap))
+        return peak, total, linear if below else linear.new_empty(0)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    with _rows.beside(x):
+        return launch.row_statistics(x, below, scale, softcap)
+
+
+@row_statistics.register_fake
+def _(x: Tensor, below: bool, scale: float, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
+    _check_rows(x.shape, scale, softcap)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    peak, total = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(2))
+    return peak, total, x.new_empty(x.shape[0] if below else 0, dtype=dtype)
+
+
+def _statistics(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    peak = z.amax(1)
+    shifted = z - peak[:, None]
+    return peak, shifted.exp().sum(1), shifted.sum(1)
+
+
 @torch.library.custom_op("inductor_ext::scaled_gradient", mutates_args=(), tags=_ANY_STRIDES)
 def scaled_gradient(made: Tensor, g: Tensor) -> Tensor:
     """``made g``, in made's dtype and new memory, for a gradient made for g = 1; g has one element.
@@ -207,8 +246,7 @@ def _check(
     scale: float, softcap: float,
 ) -> None:  # fmt: skip
     """Raise unless all fits to logits of this shape and dtype."""
-    if len(shape) != 2:
-        raise ValueError(f"x is expected as [N, V], got {tuple(shape)}")
+    _check_rows(shape, scale, softcap)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if target.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"target is expected to be int32 or int64, got {target.dtype}")
@@ -219,6 +257,12 @@ def _check(
             raise ValueError(f"{name} is expected as ({shape[0]},), got {tuple(row.shape)}")
         if name != "target" and row.dtype != wide:
             raise TypeError(f"{name} is expected as {wide} beside {dtype}, got {row.dtype}")
+
+
+def _check_rows(shape: Sequence[Any], scale: float, softcap: float) -> None:
+    """Raise unless these are logits."""
+    if len(shape) != 2:
+        raise ValueError(f"x is expected as [N, V], got {tuple(shape)}")
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale is expected to be a positive number, got {scale}")
     if not 0.0 <= softcap < math.inf:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inductor_ext.lowerings import softmax
+
 import inductor_ext
 from inductor_ext import measure
 from inductor_ext.testing import compile_for, run_interpreted
@@ -55,8 +57,9 @@ def fresh_status():
 
 
 @pytest.fixture(autouse=True)
-def clean_setting():
+def clean_setting(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(softmax, "LEAST_BYTES", 0)
     on = inductor_ext.enable("softmax", "cross_entropy")
     with inductor_ext.config.patch(strict=True), on:
         yield
