@@ -1,13 +1,15 @@
 """The kernels of sharded classes in the interpreter: ranks one after the other in one process."""
 
 import math
+import types
 
 import pytest
 import torch
 from inductor_ext.templates import cross_entropy_launch as launch
 from inductor_ext.templates.cross_entropy_launch import INDEX, Loss, Tile
 
-from inductor_ext.ops import _shards
+from inductor_ext import compat
+from inductor_ext.ops import _rows, _shards
 from inductor_ext.testing import launch_binaries
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -161,3 +163,34 @@ def test_binaries(loss):
     statistics, _, gradient = kernels
     assert statistics.widest_load == gradient.widest_load == gradient.widest_store == 16
     assert statistics.registers <= 128 and gradient.registers <= 64
+
+
+@pytest.mark.parametrize("loss", [Loss(INDEX, mean=True), Loss(INDEX, smoothing=0.1, softcap=30.0)])
+def test_nothing_waits_for_the_card(loss, monkeypatch):
+    """Tensors without memory have no values to wait for."""
+
+    class Launched:
+        def __init__(self, kernel):
+            launched.append(kernel.__name__)
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: None
+
+    launched = []
+    monkeypatch.setattr(launch, "wrap_triton", Launched)
+    monkeypatch.setattr(_rows, "kernels_apply", _rows.shapes_apply)
+    monkeypatch.setattr(_shards, "_merged_by_kernel", lambda every: True)
+    ranks = types.SimpleNamespace(rank=lambda: 1, size=lambda: 4)
+    monkeypatch.setattr(compat, "process_group", lambda name: ranks)
+    monkeypatch.setattr(compat, "all_gather", lambda out, mine, group: None)
+    x = torch.empty(300, 1000, dtype=BF16, device="meta")
+    target = torch.empty(300, dtype=torch.int64, device="meta")
+    weight, g = torch.empty(1000, device="meta"), torch.empty(300, device="meta")
+    place = _shards.place_of(_shards.Shard("the group"), 1000, x, "options")
+    local = _shards.local_targets(target, -100, *place, 1000)
+    every = _shards.gathered(_shards.statistics(loss, x, local, weight), "the group")
+    of_target, sums = _shards.sums_of(loss, every, local, True, place[1])
+    _, _, stats = _shards.merged(loss, every, local, of_target, sums)
+    dx = _shards.gradient(loss, g, None, x, local, weight, stats, sums)
+    assert dx.shape == x.shape and dx.device == x.device
+    assert launched == ["statistics_kernel", "merge_shards_kernel", "gradient_kernel"]

@@ -134,12 +134,12 @@ def offsets(rank, world):
             expected = F.cross_entropy(x.double(), target, **options).item()
             for offset in (1e6, -1e6):
                 loss, dx = parallel(x + offset, target, None, sizes, rank, **options)
-                assert math.isclose(loss.item(), expected, rel_tol=1e-6), (loss, expected)
-                assert abs(dx.sum()) < 1e-7
+                assert math.isclose(loss.item(), expected, rel_tol=1e-5), (loss, expected)
+                assert abs(dx.sum()) < 1e-6
         loss, dx = parallel(torch.full((1, 3), 1e8), target, None, sizes, rank)
-        assert math.isclose(loss.item(), math.log(3), rel_tol=1e-6)
+        assert math.isclose(loss.item(), math.log(3), rel_tol=1e-5)
         expected = [-2 / 3 if j == column else 1 / 3 for j in range(3)]
-        torch.testing.assert_close(dx[0], torch.tensor(expected), rtol=1e-6, atol=0)
+        torch.testing.assert_close(dx[0], torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 def confident(rank, world):
