@@ -78,6 +78,11 @@ def per_row(x, y):
     return F.cross_entropy(x.float(), y, reduction="none")
 
 
+def sum_without_its_maximum(x, y):
+    x = x.float()
+    return (x - x.amax(-1, keepdim=True).detach()).exp().sum(-1).log().square().mean()
+
+
 def negative_scale(x, y):
     return F.cross_entropy(x.float() * -2.0, y)
 
@@ -93,6 +98,7 @@ def negative_scale(x, y):
         (focal, "pow of the softmax's statistics is not handled"),
         (per_row, "the gradient that comes in is not one number"),
         (VARIANTS["entropy"].fn, "not linear in the probabilities"),
+        (sum_without_its_maximum, "depends on the maximum otherwise than by lse"),
         (negative_scale, "its scale is not positive"),
     ],
 )
@@ -103,6 +109,15 @@ def test_what_is_not_of_the_form_says_so(loss, reason):
     assert found and not any(d.fired for d in found)
     assert any(reason in d.reason for d in found), [d.reason for d in found]
     assert "inductor_ext" not in code.source
+
+
+def test_rows_behind_a_slice_have_a_gradient_of_their_own():
+    def loss(x, y):
+        shifted = x.float()[:, :-1].reshape(-1, V)
+        return F.cross_entropy(shifted, y[:, 1:].flatten()) + 1e-3 * x.float().mean()
+
+    (found,) = decided(compiled(loss, logits(2, 64, V), targets(2, 64)))
+    assert not found.fired and "follows a slice of the logits" in found.reason
 
 
 def middle(x, y):
