@@ -111,6 +111,11 @@ def test_what_is_not_of_the_form_says_so(loss, reason):
     assert "inductor_ext" not in code.source
 
 
+def test_columns_are_not_taken_for_rows_where_there_are_as_many():
+    (found,) = decided(compiled(weighted, logits(V, V), targets(V)))
+    assert not found.fired and "varies along the row" in found.reason
+
+
 def test_rows_behind_a_slice_have_a_gradient_of_their_own():
     def loss(x, y):
         shifted = x.float()[:, :-1].reshape(-1, V)
@@ -168,12 +173,17 @@ def test_what_checkpointing_computes_again_is_left():
     def inside(h, w, y):
         return checkpoint(lambda h, w, y: plain(h @ w.t(), y), h, w, y, use_reentrant=False)
 
+    def around_the_loss(x, y):
+        return checkpoint(plain, x, y, use_reentrant=False)
+
     def before(h, w, y):
         h = checkpoint(lambda h: F.silu(h @ w[:64]), h, use_reentrant=False)
         return plain(h @ w.t(), y)
 
     args = logits(N, 64), logits(V, 64), targets()
     (left,) = decided(compiled(inside, *args))
+    assert not left.fired and "activation checkpointing" in left.reason
+    (left,) = decided(compiled(around_the_loss, logits(), targets()))
     assert not left.fired and "activation checkpointing" in left.reason
     code = compiled(before, *args)
     assert [d.fired for d in decided(code)] == [True]
