@@ -148,6 +148,19 @@ def test_columns_of_a_matrix_are_no_rows_of_memory():
     assert not found.fired
 
 
+def test_logits_are_not_stored_for_it():
+    def biased(h, w, y):
+        return plain(h @ w.t() + w[:, 0], y)
+
+    def some_rows(h, w, y, kept):
+        return plain((h @ w.t())[kept], y)
+
+    args = logits(N, 64), logits(V, 64), targets()
+    for loss, more in ((biased, ()), (some_rows, (targets(),))):
+        (found,) = decided(compiled(loss, *args, *more))
+        assert not found.fired and "would have to be stored" in found.reason
+
+
 def test_a_gradient_is_not_copied_for_its_strides():
     x = torch.empty(N, V + 5, dtype=BF16, device="meta")[:, :V].requires_grad_()
     (found,) = decided(compiled(plain, x, targets()))
