@@ -165,11 +165,6 @@ def has_memory_budget() -> bool:
     return config.activation_memory_budget < 1
 
 
-def leave_backward(node: Any) -> None:
-    """Let a node that was traced in the backward be computed where the partitioner likes."""
-    node.meta.pop("partitioner_tag", None)
-
-
 def is_erased(node: Any) -> bool:
     """Whether an fx node was taken out of its graph."""
     return bool(node._erased)

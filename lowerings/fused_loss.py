@@ -61,10 +61,20 @@ def _check_gradient(gradient: Gradient) -> None:
         raise NoForm("activation checkpointing computes its logits again in the backward")
 
 
+def _is_in_memory(x: Any) -> bool:
+    """Whether logits lie in memory in any case: inputs, and what Inductor writes no code for."""
+    if x.op != "call_function":
+        return True
+    foreign = getattr(x.target, "namespace", "") not in ("aten", "prims")
+    return x.target in loss_gradient.PRODUCTS or foreign
+
+
 def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> None:
     """The gradient of logits in memory."""
     if not loss_gradient.rows_of(gradient.x):
         raise NoForm("the logits are not rows of one memory")
+    if not _is_in_memory(gradient.x):
+        raise NoForm("its logits are computed where they are read, and would have to be stored")
     is_result = any(n.op == "output" for n in loss_gradient.behind_views(gradient.node))
     if is_result and not is_contiguous(value(gradient.x)):
         raise NoForm("its gradient would be copied: the logits' rows are padded")

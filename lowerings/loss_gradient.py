@@ -34,7 +34,14 @@ from inductor_ext import compat, editing, matching
 from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten._scaled_mm.default,
+}
 _OF_ROW = (BELOW, PICKED)
 
 
@@ -99,7 +106,7 @@ def _whole(forms: Forms) -> list[Any]:
 def _leaves(forms: Forms, whole: list[Any]) -> bool:
     """Whether what is made of the softmax leaves in the shape of logits: attention, a gate."""
     return any(
-        user.op == "output" or user.target in _PRODUCTS
+        user.op == "output" or user.target in PRODUCTS
         for node in whole
         if node in forms.of_sweep and node not in forms.of_tangent
         for user in node.users
@@ -329,7 +336,6 @@ class Emitter:
             stack.extend(node.all_input_nodes)
         for node in sorted(late):
             first.prepend(node)
-            compat.leave_backward(node)
         self.editor.before(first)
         self._assert()
         self.editor.forget()  # what was not needed stands behind

@@ -419,16 +419,13 @@ def test_softmax_patterns_of_the_joint_graph():
 
 
 def test_what_the_partitioner_is_told():
-    """Tags on nodes of a joint graph, and the budget of memory."""
+    """A tag on nodes of a joint graph, and the budget of memory."""
     node = torch.fx.Graph().placeholder("primals_1")
     assert not compat.may_be_recomputed(node)
-    node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "partitioner_tag": "is_backward"}
+    node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     assert compat.may_be_recomputed(node)
-    compat.leave_backward(node)
-    assert "partitioner_tag" not in node.meta
     partitioners = importlib.import_module("torch._functorch.partitioners")
     assert '"recompute"' in inspect.getsource(partitioners.must_recompute)
-    assert '"partitioner_tag"' in inspect.getsource(partitioners._has_tag_is_backward)
     assert not compat.has_memory_budget()
     with functorch_config.patch(activation_memory_budget=0.5):
         assert compat.has_memory_budget()

@@ -249,6 +249,23 @@ def test_ignored_rows_may_hold_anything(generated, with_gradient):
     same(got, (loss, gradient))
 
 
+def test_rows_outside_a_condition_may_hold_anything(generated, with_gradient):
+    """Nothing of them is summed, not even times 0."""
+    kept = torch.arange(9) % 2 == 1
+
+    def loss(x, y):
+        logp = F.log_softmax(x, -1)
+        return -torch.where(kept.to(x.device)[:, None], 2.0 * logp, 0.0).sum(-1).mean()
+
+    x, y = hard_rows()
+    x[[3, 5, 7]] = torch.randn(3, V)
+    _, *got = generated(loss, [x, y])
+    expected, gradient = with_gradient(loss, [x, y])
+    gradient[~kept] = 0.0  # where eager multiplies NaN by 0
+    assert expected.isfinite() and gradient.isfinite().all()
+    same(got, (expected, gradient))
+
+
 def test_all_rows_ignored(generated, with_gradient):
     def loss(x, y):
         return F.cross_entropy(x, y, label_smoothing=0.1)

@@ -78,6 +78,11 @@ def per_row(x, y):
     return F.cross_entropy(x.float(), y, reduction="none")
 
 
+def sum_without_its_maximum(x, y):
+    x = x.float()
+    return (x - x.amax(-1, keepdim=True).detach()).exp().sum(-1).log().square().mean()
+
+
 def negative_scale(x, y):
     return F.cross_entropy(x.float() * -2.0, y)
 
@@ -93,6 +98,7 @@ def negative_scale(x, y):
         (focal, "pow of the softmax's statistics is not handled"),
         (per_row, "the gradient that comes in is not one number"),
         (VARIANTS["entropy"].fn, "not linear in the probabilities"),
+        (sum_without_its_maximum, "depends on the maximum otherwise than by lse"),
         (negative_scale, "its scale is not positive"),
     ],
 )
@@ -103,6 +109,20 @@ def test_what_is_not_of_the_form_says_so(loss, reason):
     assert found and not any(d.fired for d in found)
     assert any(reason in d.reason for d in found), [d.reason for d in found]
     assert "inductor_ext" not in code.source
+
+
+def test_columns_are_not_taken_for_rows_where_there_are_as_many():
+    (found,) = decided(compiled(weighted, logits(V, V), targets(V)))
+    assert not found.fired and "varies along the row" in found.reason
+
+
+def test_rows_behind_a_slice_have_a_gradient_of_their_own():
+    def loss(x, y):
+        shifted = x.float()[:, :-1].reshape(-1, V)
+        return F.cross_entropy(shifted, y[:, 1:].flatten()) + 1e-3 * x.float().mean()
+
+    (found,) = decided(compiled(loss, logits(2, 64, V), targets(2, 64)))
+    assert not found.fired and "follows a slice of the logits" in found.reason
 
 
 def middle(x, y):
@@ -126,6 +146,19 @@ def test_columns_of_a_matrix_are_no_rows_of_memory():
     x = torch.empty(V, N, dtype=BF16, device="meta", requires_grad=True)
     (found,) = decided(compiled(lambda x, y: plain(x.t(), y), x, targets()))
     assert not found.fired
+
+
+def test_logits_are_not_stored_for_it():
+    def biased(h, w, y):
+        return plain(h @ w.t() + w[:, 0], y)
+
+    def some_rows(h, w, y, kept):
+        return plain((h @ w.t())[kept], y)
+
+    args = logits(N, 64), logits(V, 64), targets()
+    for loss, more in ((biased, ()), (some_rows, (targets(),))):
+        (found,) = decided(compiled(loss, *args, *more))
+        assert not found.fired and "would have to be stored" in found.reason
 
 
 def test_a_gradient_is_not_copied_for_its_strides():
@@ -153,12 +186,17 @@ def test_what_checkpointing_computes_again_is_left():
     def inside(h, w, y):
         return checkpoint(lambda h, w, y: plain(h @ w.t(), y), h, w, y, use_reentrant=False)
 
+    def around_the_loss(x, y):
+        return checkpoint(plain, x, y, use_reentrant=False)
+
     def before(h, w, y):
         h = checkpoint(lambda h: F.silu(h @ w[:64]), h, use_reentrant=False)
         return plain(h @ w.t(), y)
 
     args = logits(N, 64), logits(V, 64), targets()
     (left,) = decided(compiled(inside, *args))
+    assert not left.fired and "activation checkpointing" in left.reason
+    (left,) = decided(compiled(around_the_loss, logits(), targets()))
     assert not left.fired and "activation checkpointing" in left.reason
     code = compiled(before, *args)
     assert [d.fired for d in decided(code)] == [True]
