@@ -100,14 +100,6 @@ def _fold(node: Any, rows: Rows) -> None:
     _put(node, rows, total)
 
 
-def _by_rows(node: Any, rows: Rows) -> None:
-    """Sum over the row first, in one sweep with other such sums."""
-    if _reduced(node) != [rows.dim]:
-        rows.editor.before(node)
-        source = rows.editor.to(node.args[0], torch.float32)
-        _put(node, rows, rows.editor.call(aten.sum.dim_IntList, source, [rows.dim], True))
-
-
 def _sweeps_memory(node: Any, rows: Rows, compared: set[Any]) -> bool:
     """Whether Inductor moves something as large as the logits to sum a gradient over the row: it
     reads that, or stores what is summed because its computation reads much. A one-hot alone is
@@ -130,29 +122,23 @@ def _sweeps_memory(node: Any, rows: Rows, compared: set[Any]) -> bool:
     return not one_hot or read > compat.reads_inlined()
 
 
-def _look_at(node: Any, rows: Rows, compared: set[Any]) -> bool:
-    """Fold one sum over ``rows``, or report why it stays; returns whether it is one of the forward
-    that stays."""
+def _look_at(node: Any, rows: Rows, compared: set[Any]) -> None:
+    """Fold one sum over ``rows``, or report why it stays."""
     reduces, of_gradient = rows.depends(node.args[0])
     if not reduces and not of_gradient:
-        return False  # nothing of a softmax
-    what = "row sum of the gradient" if of_gradient else "row sum"
-    here = site(rows.logits[0], rows.dim, what)
+        return  # nothing of a softmax
+    here = site(rows.logits[0], rows.dim, "row sum of the gradient" if of_gradient else "row sum")
+    rows.editor.before(node)
     try:
-        rows.editor.before(node)
         if of_gradient and not _sweeps_memory(node.args[0], rows, compared):
-            rows.forget()
-            choosing.leave(NAME, here, "stock moves no bytes for it")
-            return False
+            raise NotLinear("stock moves no bytes for it")
         _fold(node, rows)
     except NotLinear as why:
-        choosing.leave(NAME, here, f"it is not known without a sweep: {why}")
-        rows.forget()
-        return not of_gradient
-    reason = "made with the maximum" if not of_gradient else "known beforehand"
-    report.record(report.Decision(NAME, True, "closed form", reason, here, source="heuristic"))
+        choosing.leave(NAME, here, str(why))
+    else:
+        reason = "known beforehand" if of_gradient else "made with the maximum"
+        report.record(report.Decision(NAME, True, "closed form", reason, here, source="heuristic"))
     rows.forget()
-    return False
 
 
 def _compare_instead_of_scatter(rows: Rows) -> set[Any]:
@@ -231,10 +217,9 @@ def rewrite(graph: Any) -> None:
             and dim in _reduced(node)
             and value(node).dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
-        left = [node for node in sums if node.users and _look_at(node, rows, compared)]
-        if rows.swept:
-            for node in left:
-                _by_rows(node, rows)
+        for node in sums:
+            if node.users:  # else erased meanwhile
+                _look_at(node, rows, compared)
     editing.check(graph)
 
 

@@ -15,12 +15,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Rows(Forms):
-    """Forms, and their sums over the row as new nodes.
-
-    ``swept`` once one of these is a sweep of its own, over something else than logits.
-    """
-
-    swept = False
+    """Forms, and their sums over the row as new nodes."""
 
     def sum(self, form: Form) -> Any:
         """The sum of a form over the row, fp32, with one entry per row."""
@@ -91,7 +86,8 @@ class Rows(Forms):
         if any(self.depends(product)):
             raise NotLinear("a factor needs a reduction of its own")
         along = self.dim - len(self.shape)
-        self.swept = self.swept or not self._is_column(product)
+        if not self._is_column(product):
+            raise NotLinear("what it is weighted with is summed in a sweep")
         return call(aten.sum.dim_IntList, product, [along], True)
 
     def _below(self, shifted: Shifted) -> Any:
