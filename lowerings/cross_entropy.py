@@ -20,9 +20,12 @@ from inductor_ext.lowerings import softmax as softmax
 from inductor_ext.lowerings.row_forms import NotLinear, OneHot
 from inductor_ext.lowerings.row_sums import Rows
 from inductor_ext.lowerings.softmax_cores import (
+    MEANS,
+    SUMS,
     constant,
     cores,
     is_long,
+    reduced,
     remembered,
     site,
     stored,
@@ -43,14 +46,6 @@ _COMPUTED = {
     aten.full.default,
     prims.iota.default,
 }
-_SUMS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default}
-
-
-def _reduced(node: Any) -> list[int]:
-    """The dimensions that a sum or mean reduces."""
-    rank = value(node.args[0]).dim()
-    dims = node.args[1] if len(node.args) > 1 else None
-    return [d % rank for d in dims] if dims else list(range(rank))
 
 
 def _keeps(node: Any) -> bool:
@@ -76,7 +71,7 @@ def _store_rows(node: Any, rows: Rows) -> None:
 def _put(node: Any, rows: Rows, total: Any) -> None:
     """Put a sum over the row, summed over what else ``node`` reduces, in its place."""
     editor = rows.editor
-    mean, others = node.target in (aten.mean.dim, aten.mean.default), _reduced(node)
+    mean, others = node.target in MEANS, reduced(node)
     if mean:
         total = rows.mean(total)
     if others != [rows.dim]:
@@ -211,10 +206,10 @@ def rewrite(graph: Any) -> None:
         sums = [
             node
             for node in list(graph.nodes)
-            if node.target in _SUMS
+            if node.target in SUMS
             and node not in totals
             and same_shape(value(node.args[0]).shape, shape)
-            and dim in _reduced(node)
+            and dim in reduced(node)
             and value(node).dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
         for node in sums:
