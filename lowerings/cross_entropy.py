@@ -131,7 +131,7 @@ def _look_at(node: Any, rows: Rows, compared: set[Any]) -> None:
     except NotLinear as why:
         choosing.leave(NAME, here, str(why))
     else:
-        reason = "known beforehand" if of_gradient else "made with the maximum"
+        reason = "known beforehand" if of_gradient else "made of the rows' statistics"
         report.record(report.Decision(NAME, True, "closed form", reason, here, source="heuristic"))
     rows.forget()
 

@@ -17,8 +17,14 @@ aten, prims = torch.ops.aten, torch.ops.prims
 class Rows(Forms):
     """Forms, and their sums over the row as new nodes."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._weights: set[Any] = set()  # what is summed in a sweep that the forward needs anyway
+        self._weighted = False
+
     def sum(self, form: Form) -> Any:
-        """The sum of a form over the row, fp32, with one entry per row."""
+        """The sum of a form over the row, fp32, with one entry per row. Raises NotLinear."""
+        self._weighted = self._is_weighted(form)
         by_condition: dict[Any, Any] = {}
         for key, c in form.items():
             term = self._op(aten.mul.Tensor, self._sum_of(key.factors), c)
@@ -36,6 +42,22 @@ class Rows(Forms):
                     term = self.editor.call(aten.where.ScalarSelf, condition, 0.0, term)
             total = self._op(aten.add.Tensor, total, term)
         return self._as_row(total)
+
+    def _is_weighted(self, form: Form) -> bool:
+        """Whether a form is a target's probabilities times log-probabilities, t (x - m) - t log s,
+        whose gradient needs the sum of t. No term of it is larger than the sum, as m and the logits
+        are one factor."""
+        if not self.is_differentiated():
+            return False
+        beside: dict[bool, set[Any]] = {True: set(), False: set()}
+        for key in form:
+            others = tuple(f for f in key.factors if not isinstance(f, Shifted))
+            beside[len(others) < len(key.factors)].add((others, key.where))
+        return beside[True] == beside[False] and all(
+            all(isinstance(f, torch.fx.Node) and not any(self.depends(f)) for f in others)
+            and not all(map(self._is_column, others))
+            for others, _ in beside[True]
+        )
 
     def mean(self, total: Any) -> Any:
         """A sum over the row as the mean over it."""
@@ -73,7 +95,8 @@ class Rows(Forms):
                 return self._below(shifted[0])
             if len(factors) == 2 and one_hots:
                 return self._entry(shifted[0], one_hots[0])
-            raise NotLinear("a weighted sum of the logits reads them again")
+            if not self._weighted or len(shifted) > 1:
+                raise NotLinear("a weighted sum of the logits reads them again")
         if len(one_hots) == 1 and all(map(self._is_column, others)):
             return self._picked(one_hots[0], others)
         if len(factors) == 1 and isinstance(factors[0], Exponential):
@@ -83,10 +106,12 @@ class Rows(Forms):
         product = self._plain(factors[0])
         for factor in factors[1:]:
             product = call(aten.mul.Tensor, product, self._plain(factor))
-        if any(self.depends(product)):
+        if any(self.depends(product)) and not shifted:
             raise NotLinear("a factor needs a reduction of its own")
         along = self.dim - len(self.shape)
-        if not self._is_column(product):
+        if self._weighted:
+            self._weights.add(product)
+        elif not self._is_column(product) and product not in self._weights:
             raise NotLinear("what it is weighted with is summed in a sweep")
         return call(aten.sum.dim_IntList, product, [along], True)
 
