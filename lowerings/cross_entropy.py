@@ -1,8 +1,7 @@
 """Row sums around a softmax in closed form: a loss in one sweep, its gradient without one.
 
-Forward: the sum of a row of log-probabilities, or an entry of it by a one-hot, comes with the row's
-maximum out of the operation that ``softmax`` puts in (``row_sums`` has the algebra). A weighted sum
-stays: beside a confident target it would be a difference of large numbers.
+Forward: the sum of a row of log-probabilities comes with the row's maximum out of the operation
+that ``softmax`` puts in (``row_sums`` has the algebra). What is weighted reads the logits again.
 Backward: the gradient of a log_softmax needs the row sum of what comes in, which for targets
 (an index per row, probabilities, smoothing, any weights) is known; what is left is pointwise: the
 logits are read once, their gradient is written once, and nothing of that size is stored in between.
@@ -14,11 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-# Imported to be registered first: the sums are over what it leaves.
-from inductor_ext.lowerings import softmax as softmax
 from inductor_ext.lowerings.row_forms import NotLinear, OneHot
 from inductor_ext.lowerings.row_sums import Rows
+from inductor_ext.lowerings.softmax import STATISTICS  # registered first: the sums are behind it
 from inductor_ext.lowerings.softmax_cores import (
     MEANS,
     SUMS,
@@ -195,7 +192,9 @@ def _groups(graph: Any, numbers: editing.Numbers) -> list[tuple[list[Any], int]]
 
 def rewrite(graph: Any) -> None:
     """The pass over a joint graph."""
-    if not graph.find_nodes(op="call_function", target=aten.exp.default):
+    if not any(
+        graph.find_nodes(op="call_function", target=t) for t in (aten.exp.default, STATISTICS)
+    ):
         return
     numbers = editing.Numbers(graph)
     for logits, dim in _groups(graph, numbers):

@@ -124,9 +124,7 @@ def _emit(graph: Any, numbers: Numbers, group: list[Core]) -> None:
         if value(base).dim() != 2:
             base = editor.call(aten.view.default, base, rows.sizes([-1, value(base).shape[-1]]))
         operation = editor.call(STATISTICS, base, False, last.scale, last.softcap)
-        pair = [
-            rows.lower(editor.call(operator.getitem, operation, i), level) for i in range(2)
-        ]
+        pair = [rows.lower(editor.call(operator.getitem, operation, i), level) for i in range(2)]
         shapes = {core.x: rows.sizes(row_shape(core.x, -1)) for core in group}
     except NoForm:
         editor.drop_unused()

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from inductor_ext.lowerings import softmax
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import inductor_ext
 from inductor_ext import measure
