@@ -1,8 +1,7 @@
 """Row sums around a softmax in closed form: a loss in one sweep, its gradient without one.
 
-Forward: the sum of a row of log-probabilities, or an entry of it by a one-hot, comes with the row's
-maximum out of the operation that ``softmax`` puts in (``row_sums`` has the algebra). A weighted sum
-stays: beside a confident target it would be a difference of large numbers.
+Forward: the sum of a row of log-probabilities comes with the row's maximum out of the operation
+that ``softmax`` puts in (``row_sums`` has the algebra). What is weighted reads the logits again.
 Backward: the gradient of a log_softmax needs the row sum of what comes in, which for targets
 (an index per row, probabilities, smoothing, any weights) is known; what is left is pointwise: the
 logits are read once, their gradient is written once, and nothing of that size is stored in between.
@@ -14,15 +13,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-# Imported to be registered first: the sums are over what it leaves.
-from inductor_ext.lowerings import softmax as softmax
 from inductor_ext.lowerings.row_forms import NotLinear, OneHot
 from inductor_ext.lowerings.row_sums import Rows
+from inductor_ext.lowerings.softmax import STATISTICS  # registered first: the sums are behind it
 from inductor_ext.lowerings.softmax_cores import (
+    MEANS,
+    SUMS,
     constant,
     cores,
     is_long,
+    reduced,
     remembered,
     site,
     stored,
@@ -43,14 +43,6 @@ _COMPUTED = {
     aten.full.default,
     prims.iota.default,
 }
-_SUMS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default}
-
-
-def _reduced(node: Any) -> list[int]:
-    """The dimensions that a sum or mean reduces."""
-    rank = value(node.args[0]).dim()
-    dims = node.args[1] if len(node.args) > 1 else None
-    return [d % rank for d in dims] if dims else list(range(rank))
 
 
 def _keeps(node: Any) -> bool:
@@ -76,7 +68,7 @@ def _store_rows(node: Any, rows: Rows) -> None:
 def _put(node: Any, rows: Rows, total: Any) -> None:
     """Put a sum over the row, summed over what else ``node`` reduces, in its place."""
     editor = rows.editor
-    mean, others = node.target in (aten.mean.dim, aten.mean.default), _reduced(node)
+    mean, others = node.target in MEANS, reduced(node)
     if mean:
         total = rows.mean(total)
     if others != [rows.dim]:
@@ -98,14 +90,6 @@ def _fold(node: Any, rows: Rows) -> None:
         rows.editor.before(node)
         total = stored(total, rows.editor)
     _put(node, rows, total)
-
-
-def _by_rows(node: Any, rows: Rows) -> None:
-    """Sum over the row first, in one sweep with other such sums."""
-    if _reduced(node) != [rows.dim]:
-        rows.editor.before(node)
-        source = rows.editor.to(node.args[0], torch.float32)
-        _put(node, rows, rows.editor.call(aten.sum.dim_IntList, source, [rows.dim], True))
 
 
 def _sweeps_memory(node: Any, rows: Rows, compared: set[Any]) -> bool:
@@ -130,29 +114,23 @@ def _sweeps_memory(node: Any, rows: Rows, compared: set[Any]) -> bool:
     return not one_hot or read > compat.reads_inlined()
 
 
-def _look_at(node: Any, rows: Rows, compared: set[Any]) -> bool:
-    """Fold one sum over ``rows``, or report why it stays; returns whether it is one of the forward
-    that stays."""
+def _look_at(node: Any, rows: Rows, compared: set[Any]) -> None:
+    """Fold one sum over ``rows``, or report why it stays."""
     reduces, of_gradient = rows.depends(node.args[0])
     if not reduces and not of_gradient:
-        return False  # nothing of a softmax
-    what = "row sum of the gradient" if of_gradient else "row sum"
-    here = site(rows.logits[0], rows.dim, what)
+        return  # nothing of a softmax
+    here = site(rows.logits[0], rows.dim, "row sum of the gradient" if of_gradient else "row sum")
+    rows.editor.before(node)
     try:
-        rows.editor.before(node)
         if of_gradient and not _sweeps_memory(node.args[0], rows, compared):
-            rows.forget()
-            choosing.leave(NAME, here, "stock moves no bytes for it")
-            return False
+            raise NotLinear("stock moves no bytes for it")
         _fold(node, rows)
     except NotLinear as why:
-        choosing.leave(NAME, here, f"it is not known without a sweep: {why}")
-        rows.forget()
-        return not of_gradient
-    reason = "made with the maximum" if not of_gradient else "known beforehand"
-    report.record(report.Decision(NAME, True, "closed form", reason, here, source="heuristic"))
+        choosing.leave(NAME, here, str(why))
+    else:
+        reason = "known beforehand" if of_gradient else "made of the rows' statistics"
+        report.record(report.Decision(NAME, True, "closed form", reason, here, source="heuristic"))
     rows.forget()
-    return False
 
 
 def _compare_instead_of_scatter(rows: Rows) -> set[Any]:
@@ -214,7 +192,9 @@ def _groups(graph: Any, numbers: editing.Numbers) -> list[tuple[list[Any], int]]
 
 def rewrite(graph: Any) -> None:
     """The pass over a joint graph."""
-    if not graph.find_nodes(op="call_function", target=aten.exp.default):
+    if not any(
+        graph.find_nodes(op="call_function", target=t) for t in (aten.exp.default, STATISTICS)
+    ):
         return
     numbers = editing.Numbers(graph)
     for logits, dim in _groups(graph, numbers):
@@ -225,16 +205,15 @@ def rewrite(graph: Any) -> None:
         sums = [
             node
             for node in list(graph.nodes)
-            if node.target in _SUMS
+            if node.target in SUMS
             and node not in totals
             and same_shape(value(node.args[0]).shape, shape)
-            and dim in _reduced(node)
+            and dim in reduced(node)
             and value(node).dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
-        left = [node for node in sums if node.users and _look_at(node, rows, compared)]
-        if rows.swept:
-            for node in left:
-                _by_rows(node, rows)
+        for node in sums:
+            if node.users:  # else erased meanwhile
+                _look_at(node, rows, compared)
     editing.check(graph)
 
 

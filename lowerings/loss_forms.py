@@ -33,7 +33,7 @@ from inductor_ext.lowerings.loss_rows import (
     levels_of,
     reached,
 )
-from inductor_ext.lowerings.softmax_cores import Core, constant
+from inductor_ext.lowerings.softmax_cores import MEANS, SUMS, Core, constant, reduced
 
 from inductor_ext import compat
 from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
@@ -47,8 +47,6 @@ ONE, Z, P, HOT = "1", "z", "p", "target"
 BELOW, PICKED = "below", "picked"
 _ADD = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
 _WHERE = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
-MEANS = {aten.mean.dim, aten.mean.default}
-SUMS = {aten.sum.dim_IntList, aten.sum.default, *MEANS}
 PICKS = {aten.gather.default, aten.index.Tensor}
 _WRAPPING = {aten.index.Tensor, aten.index_put.default}
 _DEPTH, _TERMS = 100, 16
@@ -71,13 +69,6 @@ Form = dict[Term, Any]  # coefficients are numbers or flat fp32 nodes
 def name_of(node: Any) -> str:
     """An operation as a user knows it."""
     return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
-
-
-def reduced(node: Any) -> list[int]:
-    """The dimensions that a sum or mean reduces."""
-    rank = value(node.args[0]).dim()
-    dims = node.args[1] if len(node.args) > 1 else None
-    return [d % rank for d in dims] if dims else list(range(rank))
 
 
 class Forms(RowValues):

@@ -126,6 +126,10 @@ class Forms:
             )
         return self._depends[node]
 
+    def is_differentiated(self) -> bool:
+        """Whether the graph has a backward."""
+        return any(of_tangent for _, of_tangent in self._depends.values())
+
     def is_row(self, node: Any) -> bool:
         """Whether a value has one entry along the row."""
         tensor = value(node)
@@ -330,6 +334,9 @@ class Forms:
             return factor
         if isinstance(factor, Exponential):
             return self.editor.to(factor.node, torch.float32)
+        if isinstance(factor, Shifted):
+            x = self.editor.to(factor.core.x, torch.float32)
+            return self.editor.call(aten.sub.Tensor, x, factor.core.peak)
         return self.editor.call(prims.convert_element_type.default, factor.node, torch.float32)
 
     def _converted(self, node: Any, form: Callable[[Any], Form]) -> Form | None:

@@ -15,18 +15,18 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Rows(Forms):
-    """Forms, and their sums over the row as new nodes.
+    """Forms, and their sums over the row as new nodes."""
 
-    ``swept`` once one of these is a sweep of its own, over something else than logits.
-    """
-
-    swept = False
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._weights: set[Any] = set()  # what is summed in a sweep that the forward needs anyway
 
     def sum(self, form: Form) -> Any:
-        """The sum of a form over the row, fp32, with one entry per row."""
+        """The sum of a form over the row, fp32, with one entry per row. Raises NotLinear."""
+        weighted = self._is_weighted(form)
         by_condition: dict[Any, Any] = {}
         for key, c in form.items():
-            term = self._op(aten.mul.Tensor, self._sum_of(key.factors), c)
+            term = self._op(aten.mul.Tensor, self._sum_of(key.factors, weighted), c)
             before = by_condition.get(key.where, 0)
             by_condition[key.where] = self._op(aten.add.Tensor, before, term)
         total: Any = 0
@@ -41,6 +41,22 @@ class Rows(Forms):
                     term = self.editor.call(aten.where.ScalarSelf, condition, 0.0, term)
             total = self._op(aten.add.Tensor, total, term)
         return self._as_row(total)
+
+    def _is_weighted(self, form: Form) -> bool:
+        """Whether a form is a target's probabilities times log-probabilities, t (x - m) - t log s,
+        whose gradient needs the sum of t. No term of it is larger than the sum, as m and the logits
+        are one factor."""
+        if not self.is_differentiated():
+            return False
+        beside: dict[bool, set[Any]] = {True: set(), False: set()}
+        for key in form:
+            others = tuple(f for f in key.factors if not isinstance(f, Shifted))
+            beside[len(others) < len(key.factors)].add((others, key.where))
+        return beside[True] == beside[False] and all(
+            all(isinstance(f, torch.fx.Node) and not any(self.depends(f)) for f in others)
+            and not all(map(self._is_column, others))
+            for others, _ in beside[True]
+        )
 
     def mean(self, total: Any) -> Any:
         """A sum over the row as the mean over it."""
@@ -66,7 +82,7 @@ class Rows(Forms):
         same = same_shape(value(total).shape, shape)
         return total if same else call(aten.expand.default, total, sizes)
 
-    def _sum_of(self, factors: tuple[Any, ...]) -> Any:
+    def _sum_of(self, factors: tuple[Any, ...], weighted: bool = False) -> Any:
         call = self.editor.call
         if not factors:
             return self._columns()
@@ -76,9 +92,8 @@ class Rows(Forms):
         if shifted:
             if len(factors) == 1:
                 return self._below(shifted[0])
-            if len(factors) == 2 and one_hots:
-                return self._entry(shifted[0], one_hots[0])
-            raise NotLinear("a weighted sum of the logits reads them again")
+            if not weighted or len(shifted) > 1:
+                raise NotLinear("a weighted sum of the logits reads them again")
         if len(one_hots) == 1 and all(map(self._is_column, others)):
             return self._picked(one_hots[0], others)
         if len(factors) == 1 and isinstance(factors[0], Exponential):
@@ -88,10 +103,13 @@ class Rows(Forms):
         product = self._plain(factors[0])
         for factor in factors[1:]:
             product = call(aten.mul.Tensor, product, self._plain(factor))
-        if any(self.depends(product)):
+        if any(self.depends(product)) and not shifted:
             raise NotLinear("a factor needs a reduction of its own")
         along = self.dim - len(self.shape)
-        self.swept = self.swept or not self._is_column(product)
+        if weighted:
+            self._weights.add(product)
+        elif not self._is_column(product) and product not in self._weights:
+            raise NotLinear("what it is weighted with is summed in a sweep")
         return call(aten.sum.dim_IntList, product, [along], True)
 
     def _below(self, shifted: Shifted) -> Any:
@@ -100,24 +118,6 @@ class Rows(Forms):
             return below_of(self.graph, self.numbers, self.editor, shifted.operation, shifted.core)
         except NoForm as why:
             raise NotLinear(str(why)) from why
-
-    def _entry(self, shifted: Shifted, one_hot: OneHot) -> Any:
-        """One of them in each row; NaN if there is an infinity elsewhere, which was multiplied
-        by 0."""
-        call, core = self.editor.call, shifted.core
-        inside = self._inside(one_hot)
-        at = self._as_row(call(aten.where.ScalarOther, inside, one_hot.index, 0))
-        entry = call(aten.gather.default, core.x, self.dim, self.editor.to(at, torch.int64))
-        entry = call(aten.sub.Tensor, self.editor.to(entry, torch.float32), core.peak)
-        entry = call(aten.where.ScalarOther, inside, entry, 0.0)
-        nothing = call(aten.mul.Tensor, self._below(shifted), 0.0)
-        return call(aten.add.Tensor, entry, nothing)
-
-    def _inside(self, one_hot: OneHot) -> Any:
-        """Whether a one-hot's index is a column."""
-        call, index = self.editor.call, one_hot.index
-        first, last = call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, self._columns())
-        return call(aten.logical_and.default, first, last)
 
     def _is_column(self, factor: Any) -> bool:
         """Whether a factor is the same in every row."""
@@ -130,7 +130,9 @@ class Rows(Forms):
     def _picked(self, one_hot: OneHot, columns: list[Any]) -> Any:
         """The sum of a one-hot times columns: their entry there. An infinity elsewhere would have
         been multiplied by 0."""
-        call, index, inside = self.editor.call, one_hot.index, self._inside(one_hot)
+        call, index, size = self.editor.call, one_hot.index, self._columns()
+        first, last = call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, size)
+        inside = call(aten.logical_and.default, first, last)
         picked = call(prims.convert_element_type.default, inside, torch.float32)
         if columns:
             product = columns[0]

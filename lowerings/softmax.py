@@ -18,18 +18,23 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings.loss_rows import (
+    NARROW,
     Level,
     NoForm,
     RowValues,
     is_contiguous,
     key_of,
     levels_of,
+    reached,
 )
 from inductor_ext.lowerings.softmax_cores import (
+    MEANS,
+    SUMS,
     Core,
     cores,
     is_long,
     put_pair,
+    reduced,
     remember,
     replaced,
     row_shape,
@@ -38,7 +43,7 @@ from inductor_ext.lowerings.softmax_cores import (
 )
 
 from inductor_ext import choosing, compat, editing, registry, report
-from inductor_ext.editing import Editor, Numbers, value
+from inductor_ext.editing import Editor, Numbers, same_shape, value
 from inductor_ext.ops import _joint
 
 aten = torch.ops.aten
@@ -133,6 +138,35 @@ def _emit(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     editor.drop_unused()
     remember(operation, made)
     store_rows(graph, pair)
+    for own in shapes:
+        _sum_rows_first(editor, own, operation)
+
+
+def _sum_rows_first(editor: Editor, x: Any, operation: Any) -> None:
+    """Sum what is made of the statistics over rows first, if it is summed over all: Inductor would
+    cut all of it in pieces of one length, which begin anywhere in a row."""
+    last = value(x).dim() - 1
+    made = reached([operation])
+    for node in [n for n in made if n.target in SUMS]:
+        source, dims = node.args[0], reduced(node)
+        if (
+            not same_shape(value(source).shape, value(x).shape)
+            or last not in dims
+            or len(dims) == 1
+            or not {value(source).dtype, value(node).dtype} <= set(NARROW)
+        ):
+            continue
+        editor.before(node)
+        editor.forget()
+        op = aten.mean.dim if node.target in MEANS else aten.sum.dim_IntList
+        total = editor.call(op, editor.to(source, torch.float32), [last], True)
+        dims.remove(last)
+        total = editor.call(op, total, dims, True)
+        keeps = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
+        if not keeps:
+            total = editor.call(aten.squeeze.dims, total, [*dims, last])
+        node.replace_all_uses_with(editor.to(total, value(node).dtype))
+        editing.erase_unused(editor.graph, [node])
 
 
 def below_of(graph: Any, numbers: Numbers, editor: Editor, operation: Any, core: Core) -> Any:

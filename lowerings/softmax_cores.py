@@ -19,6 +19,8 @@ from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+MEANS = {aten.mean.dim, aten.mean.default}
+SUMS = {aten.sum.dim_IntList, aten.sum.default, *MEANS}
 LONG = 1024  # up to here Inductor keeps a row in registers
 _MADE = "inductor_ext_softmaxes"  # in the meta of an operation on rows
 _RESHAPED = {
@@ -84,6 +86,13 @@ def reduced_dim(node: Any) -> int | None:
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     rank = value(node.args[0]).dim()
     return dims[0] % rank if len(dims) == 1 and rank else None
+
+
+def reduced(node: Any) -> list[int]:
+    """The dimensions that a sum or mean reduces."""
+    rank = value(node.args[0]).dim()
+    dims = node.args[1] if len(node.args) > 1 else None
+    return [d % rank for d in dims] if dims else list(range(rank))
 
 
 def peak_of(node: Any, numbers: Numbers) -> tuple[Any, Any, int, bool] | None:

@@ -152,7 +152,8 @@ def judged_all(fn, inputs, run=None, **options):
 
 def sweeps(source, v):
     """A line per kernel that touches whole rows of length ``v``: loops, loads, stores of such."""
-    lines = []
+    calls = len(re.findall(r"= torch\.ops\.inductor_ext\.row_statistics\.default\(", source))
+    lines = ["row_statistics loads=1 stores=0"] * calls
     for kernel in kernels_of(source):
         text = kernel.source
         flat = re.findall(r"(\w+) = xindex$", text, re.MULTILINE)

@@ -35,7 +35,7 @@ def large_buffers(source):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_one_sweep_forward_and_none_backward(name, sweeps):
+def test_what_is_swept(name, sweeps):
     code = compiled(name)
     forward, backward = sweeps(code.forward, V), sweeps(code.backward, V)
     text = "\n  ".join(["forward", *forward]) + "\n" + "\n  ".join(["backward", *backward]) + "\n"
