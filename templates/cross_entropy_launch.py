@@ -13,7 +13,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import cross_entropy, cross_entropy_rows, cross_entropy_shards, row_gradient, row_group
+from . import cross_entropy, cross_entropy_rows, cross_entropy_shards, row_gradient
 
 NONE, INDEX, DENSE, SPARSE = (
     kind.value
@@ -57,20 +57,24 @@ class Loss:
 def fused_tile(columns: Any, itemsize: int, capped: bool = False) -> Tile:
     """The tile for loss and gradient in one program per row.
 
-    A row of up to 16384 logits of 16 bits stays in registers. A longer one is read again, from L2
-    for the most part: on the H200 that is 1.2 to 1.3 times as fast as holding a part of it
-    (benchmarks/NOTES.md).
+    A row of up to 8192 logits of 16 bits stays in registers. A longer one is read again, from L2
+    for the most part, which is faster than holding all or a part of it: more programs share a
+    multiprocessor (benchmarks/NOTES.md).
     """
     if not isinstance(columns, int):
         return Tile(2, 8, 0, 1)
     elements = 16 // itemsize
     # Blocks of a row that registers hold beside what it is worked on with: a softcap takes more.
     most = 2 if capped else 4
-    for warps, r in ((1, 4), (4, 1), (4, 2), (8, 2)):
+    for warps, r in ((1, 4), (4, 1), (4, 2)):
         block = r * 32 * warps * elements
         if columns <= (block if warps == 1 else most * block):
             return Tile(r, warps, triton.cdiv(columns, block), 1)
-    return Tile(4, 16, 0, 1)
+    if columns * itemsize <= 32768:
+        return Tile(2, 8, 0, 1)
+    if columns * itemsize > 131072 and columns % elements == 0:
+        return Tile(2, 16, 0, 1)
+    return Tile(4, 8, 0, 1)
 
 
 def read_tile(columns: Any, itemsize: int) -> Tile:
@@ -453,58 +457,3 @@ def _split(
         target.stride(0), chunks, chunk, *numbers, **flags, **layout, SAME=_same(x, dx),
         **_shape_of(tile),
     )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """A slice of a row is ``r * 32 warps * (elements of 16 bytes)`` columns; ``resident`` programs
-    are on a multiprocessor at a time."""
-
-    r: int
-    warps: int
-    resident: int
-
-
-def group_of(columns: int, itemsize: int) -> Group:
-    """The slices for ``rows_by_groups``."""
-    return Group(4, 16, 1)
-
-
-def _multiprocessors(x: torch.Tensor) -> int:
-    if not x.is_cuda:
-        return 8  # in the interpreter, for tests
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
-
-
-def rows_by_groups(
-    x: torch.Tensor, target: torch.Tensor, a0: torch.Tensor, a1: torch.Tensor | None,
-    b: torch.Tensor, c: torch.Tensor | None, scale: float, softcap: float,
-    group: Group | None = None, dx: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(peak, total, below, picked, margin, dx) as of ``rows_and_gradient``, rows over programs."""
-    rows, columns = x.shape
-    group = group or group_of(columns, x.element_size())
-    peak, total, picked, margin = torch.empty((4, rows), dtype=torch.float32, device=x.device)
-    below = torch.empty(0 if c is None else rows, dtype=torch.float32, device=x.device)
-    if dx is None:
-        dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    layout = _layout(x, dx)
-    assert layout.pop("ALIGNED")
-    parts = triton.cdiv(columns, group.r * 32 * group.warps * layout["E"])
-    groups = min(_multiprocessors(x) * group.resident // parts, rows)
-    partials, arrived = _workspace(x, rows, parts)
-    wrap_triton(row_group.group_kernel)[(groups * parts,)](
-        x, dx, target, *(x if f is None else f for f in (a0, a1, b, c)),
-        peak, total, below, picked, margin, partials, arrived, rows, columns, x.stride(0),
-        dx.stride(0), target.stride(0), groups, scale, softcap or 1.0,
-        PARTS=parts, PARTS_BLOCK=triton.next_power_of_2(parts), Z=a1 is not None,
-        SMOOTH=c is not None, CAPPED=softcap != 0, **layout, R=group.r, THREADS=32 * group.warps,
-        num_warps=group.warps, maxnreg=min(255, 65536 // (32 * group.warps * group.resident)),
-        launch_cooperative_grid=True,
-    )  # fmt: skip
-    return peak, total, below, picked, margin, dx
-
-
-def _workspace(x: torch.Tensor, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    partials = torch.empty((rows, 4, parts), dtype=torch.float32, device=x.device)
-    return partials, torch.zeros(rows, dtype=torch.int32, device=x.device)
