@@ -97,9 +97,13 @@ def warn_of_unknown_names() -> None:
 
 
 def _dispatch(op: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Try the enabled lowerings of ``op`` in order; the first that returns IR wins, else stock."""
+    """Try the enabled lowerings of ``op`` in order; the first that returns IR wins, else stock.
+
+    An operation of ours is lowered whatever is enabled now: a backward is lowered later than the
+    graph was rewritten that put the operation there, often outside ``enable``.
+    """
     for lowering in _by_op[op]:
-        if not is_enabled(lowering.name):
+        if not is_enabled(lowering.name) and op.namespace != "inductor_ext":
             continue
         try:
             out = lowering.lower[op](*args, **kwargs)

@@ -112,6 +112,10 @@ def scaled_gradient(made: Tensor, g: Tensor) -> Tensor:
     it is ``lowerings.scaled_gradient``, which works in place where nobody can see that.
     """
     _check_scale(made, g)
+    if _scales(made) and (made.is_contiguous() or (made.dim() == 2 and made.stride(1) == 1)):
+        out = made.clone()
+        scale_gradient_(out, g)
+        return out
     wide = composed.wide(made)
     return (wide * g.reshape(()).to(wide.dtype)).to(made.dtype)
 
@@ -129,7 +133,7 @@ def scale_gradient_(made: Tensor, g: Tensor) -> None:
     There made is dense, or [N, V] with unit stride along V.
     """
     _check_scale(made, g)
-    if _rows.launch_applies(made) and made.dtype != torch.float64:
+    if _scales(made):
         with _rows.beside(made):
             scaling.scale_in_place(made, g)
     else:
@@ -139,6 +143,11 @@ def scale_gradient_(made: Tensor, g: Tensor) -> None:
 @scale_gradient_.register_fake
 def _(made: Tensor, g: Tensor) -> None:
     _check_scale(made, g)
+
+
+def _scales(made: Tensor) -> bool:
+    """Whether the kernel scales ``made`` (or a dense copy of it)."""
+    return _rows.launch_applies(made) and made.dtype != torch.float64
 
 
 def _check_scale(made: Tensor, g: Tensor) -> None:

@@ -45,8 +45,8 @@ def test_loss_and_gradient_in_one_kernel(variant, columns):
     kernel = fused(loss, x, target, q)
     assert kernel.name == "fused_kernel" and kernel.target == "sm_90a"
     assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
-    # One program a multiprocessor: the rows in flight stay in L2 between their sweeps.
-    assert kernel.num_warps == 16 and 64 < kernel.registers <= 128
+    # Two programs of 8 warps, or one of 16, on a multiprocessor at least.
+    assert kernel.registers <= 128
     assert re.search(r"\b(red|atom)\.", kernel.ptx) is None
 
 

@@ -116,6 +116,14 @@ def test_in_place_or_a_product(program, dynamic):
 
 
 @pytest.mark.codegen
+def test_in_place_whatever_is_enabled_when_the_backward_is_compiled():
+    """Which is later than the forward, often outside the context that it was compiled in."""
+    with inductor_ext.disable():
+        code = compile_for("h200", PROGRAMS["leaf"], *tensors(), grad=True)
+    assert IN_PLACE in code.extern_calls and "scaled_gradient.default(" not in code.backward
+
+
+@pytest.mark.codegen
 def test_rows_that_inductor_pads():
     """The gradient has the strides of its logits, so that the products behind it are aligned."""
     (x, _), w = tensors(), torch.randn(6, 1025).requires_grad_()
