@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -326,6 +326,16 @@ def generate_region(
         return lambda *inputs: module.call(list(inputs))
 
     return load
+
+
+@contextlib.contextmanager
+def without_descent() -> Iterator[None]:
+    """A context in which the kernels written are not tuned by coordinate descent when they run, as
+    those of a max-autotune mode are: that is dozens of variants, compiled one by one, of each."""
+    from torch._inductor import config
+
+    with config.patch(coordinate_descent_tuning=False):
+        yield
 
 
 def _await_workers() -> None:

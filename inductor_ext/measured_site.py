@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import choosing, compat, ranges, region, report
+from . import choosing, compat, compat_ir, ranges, region, report
 from .plan import Bounds, Box, Key
 
 # (key, sizes by name, candidates) -> us by candidate; stands in for a card in tests.
@@ -109,6 +109,7 @@ class MeasuredSite:
             choosing.force_here(self.lowering, name),
             report.muted(),
             compat.strict(),
+            compat_ir.without_descent(),  # the many programs of a search; what is emitted is tuned
         ):
             yield
 

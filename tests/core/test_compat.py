@@ -143,7 +143,9 @@ def test_sizes_without_a_graph():
 def test_config_values():
     from torch._inductor import config
 
-    for name in ("max_autotune", "max_autotune_gemm", "force_disable_caches"):
+    for name in (
+        "max_autotune", "max_autotune_gemm", "force_disable_caches", "coordinate_descent_tuning",
+    ):  # fmt: skip
         assert isinstance(getattr(config, name), bool), f"torch._inductor.config.{name} is no bool"
     assert not compat.wants_measurement()
     for name in ("max_autotune", "max_autotune_gemm"):

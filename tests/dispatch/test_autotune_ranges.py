@@ -163,3 +163,31 @@ def test_static_measurements_are_remembered_by_another_process(monkeypatch):
         assert found[:2] == ("a", "timed") and len(asked) == 1, process
     choosing._measure("decompose_k", ["a", "b"], "another key", choosing.Measure())
     assert len(asked) == 2
+
+
+def test_the_programs_of_a_search_are_not_tuned_by_coordinate_descent(monkeypatch):
+    """Each of their kernels would be compiled dozens of times."""
+    from torch._inductor import config as inductor_config
+
+    from inductor_ext import region
+    from inductor_ext.measured_site import MeasuredSite
+
+    def times(self, values, names, *, quick=False):
+        for name in names:
+            self._program(values, name)
+        return {name: 10.0 if name == "stock" else 5.0 + (name != BEST) for name in names}
+
+    seen = []
+    generate = region.Symbolic.generate
+
+    def watched(self, assumed):
+        seen.append(inductor_config.coordinate_descent_tuning)
+        return generate(self, assumed)
+
+    monkeypatch.setattr(measured_ranges, "_measure", lambda *args: {})
+    monkeypatch.setattr(MeasuredSite, "times", times)
+    monkeypatch.setattr(region.Symbolic, "generate", watched)
+    with config.patch(shipped_plan=False):
+        code, decision = decide(rows=4, bounds=(2, 4))
+    assert decision.source == "measured" and seen and not any(seen)
+    assert "'coordinate_descent_tuning': True" in code.source  # what is emitted
