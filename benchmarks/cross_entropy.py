@@ -121,21 +121,23 @@ def measure_case(case: Case, columns: Sequence[str], timer: Timer) -> Iterator[d
         row: dict[str, Any] = {"suite": case.suite, "case": case.name, "column": column}
         if program(case, column, "both") is None:
             continue
-        try:
-            for kind in KINDS:
-                fn = program(case, column, kind)
-                assert fn is not None
-                # Liger writes the gradient over the logits.
-                own = (inputs[0].clone(), *inputs[1:]) if column == "liger" else inputs
-                if kind == "both":
-                    row["check"] = check(case, fn, own)
-                if column in ("liger", "plugin") and kind == "bwd":
-                    continue  # the gradient is made in the forward
-                us = timer(step(fn, kind, own))
-                row |= {f"{kind}_us": us, f"{kind}_percent": 100 * case.bytes(kind) / copy / us}
-                torch.cuda.empty_cache()
-        except Exception as error:
-            row["check"] = measure.one_line(error)
+        with cases_of.setting(column):
+            try:
+                for kind in KINDS:
+                    fn = program(case, column, kind)
+                    assert fn is not None
+                    # Liger writes the gradient over the logits.
+                    own = (inputs[0].clone(), *inputs[1:]) if column == "liger" else inputs
+                    if kind == "both":
+                        row["check"] = check(case, fn, own)
+                    if column in ("liger", "plugin") and kind == "bwd":
+                        continue  # the gradient is made in the forward
+                    us = timer(step(fn, kind, own))
+                    percent = 100 * case.bytes(kind) / copy / us
+                    row |= {f"{kind}_us": us, f"{kind}_percent": percent}
+                    torch.cuda.empty_cache()
+            except Exception as error:
+                row["check"] = measure.one_line(error)
         yield row
 
 
@@ -170,22 +172,23 @@ def measure_linear(case: Case, columns: Sequence[str], timer: Timer) -> Iterator
         def call(fn: Any = fn, h: Any = h, w: Any = w, t: Any = t) -> Any:
             return torch.autograd.grad(fn(h, w, t), (h, w))
 
-        try:
-            gradients = call()
-            row["check"] = _check_linear(h, w, t, gradients[0])
-            del gradients
-            torch.cuda.empty_cache()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            gradients = call()
-            peak = torch.cuda.max_memory_allocated() - before
-            row["extra_gb"] = (peak - sum(g.nbytes for g in gradients)) / 1e9
-            del gradients
-            us = timer(call)
-            row |= {"both_us": us, "both_percent": 100 * flops / rate / us}
-        except Exception as error:
-            row["check"] = measure.one_line(error)
+        with cases_of.setting(column):
+            try:
+                gradients = call()
+                row["check"] = _check_linear(h, w, t, gradients[0])
+                del gradients
+                torch.cuda.empty_cache()
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                gradients = call()
+                peak = torch.cuda.max_memory_allocated() - before
+                row["extra_gb"] = (peak - sum(g.nbytes for g in gradients)) / 1e9
+                del gradients
+                us = timer(call)
+                row |= {"both_us": us, "both_percent": 100 * flops / rate / us}
+            except Exception as error:
+                row["check"] = measure.one_line(error)
         del h, w, t, call
         torch.cuda.empty_cache()
         yield row

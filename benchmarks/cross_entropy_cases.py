@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -162,21 +163,27 @@ def program(case: Case, column: str, kind: str) -> Callable[..., Any] | None:
 
 
 def compiled(fn: Callable[..., Any], column: str, donated: bool = True) -> Callable[..., Any]:
-    """``fn`` by torch.compile, stock or with the plugin. A graph that is kept for another backward
-    may not give its buffers away (``donated``)."""
+    """``fn`` by torch.compile, to be called within ``setting(column)``. A graph that is kept for
+    another backward may not give its buffers away (``donated``)."""
     import torch
-
-    import inductor_ext
 
     mode = "max-autotune-no-cudagraphs" if column == "max_autotune" else None
     program = torch.compile(fn, mode=mode, dynamic=False)
 
     def call(*args: Any) -> Any:
-        on = inductor_ext.enable(*LOWERINGS) if column == "plugin" else inductor_ext.disable()
-        with on, torch._functorch.config.patch(donated_buffer=donated):
+        with torch._functorch.config.patch(donated_buffer=donated):
             return program(*args)
 
     return call
+
+
+def setting(column: str) -> contextlib.AbstractContextManager[Any]:
+    """What a column's programs are compiled in, their backward too, which is at its first call."""
+    import inductor_ext
+
+    if column == "plugin":
+        return inductor_ext.enable(*LOWERINGS)
+    return inductor_ext.disable()
 
 
 def in_fp64(suite: str) -> Callable[..., Any]:
