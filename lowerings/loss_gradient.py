@@ -30,7 +30,7 @@ from inductor_ext.lowerings.loss_forms import (
 from inductor_ext.lowerings.loss_rows import VIEWS, NoForm, is_contiguous
 from inductor_ext.lowerings.softmax_cores import Core, put_pair, replaced, row_shape
 
-from inductor_ext import compat, editing, matching
+from inductor_ext import editing, matching
 from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten = torch.ops.aten
