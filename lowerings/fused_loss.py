@@ -7,9 +7,9 @@ and writes that; the backward multiplies it by g, which moves nothing where g is
 logits twice more. Where nothing but the loss reads the logits of a linear layer, they are not even
 kept whole.
 
-Rows that are ignored get a gradient of 0 whatever they hold, also where eager multiplies a NaN by 0.
-The gradient of another row with an infinite or NaN maximum is NaN, as that of a softmax is; that of
-``logsumexp`` alone is in eager NaN at the infinities only.
+Rows that are ignored get a gradient of 0 whatever they hold, also where eager multiplies NaN by 0.
+That of another row whose maximum is infinite or NaN is NaN, as that of a softmax is; the gradient
+of ``logsumexp`` alone is in eager NaN at the infinities only.
 """
 
 from __future__ import annotations

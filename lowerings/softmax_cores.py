@@ -61,9 +61,8 @@ def site(x: Any, dim: int, what: str = "softmax", dtype: torch.dtype | None = No
     """ "softmax [4096,32000] bfloat16 over dimension 1", the dtype that of the logits."""
     tensor = value(x)
     if dtype is None:
-        dtype = tensor.dtype
-    if x.target is prims.convert_element_type.default:
-        dtype = value(x.args[0]).dtype
+        converted = x.target is prims.convert_element_type.default
+        dtype = value(x.args[0] if converted else x).dtype
     sizes = ",".join(str(s) for s in tensor.shape)
     return f"{what} [{sizes}] {str(dtype).removeprefix('torch.')} over dimension {dim}"
 
