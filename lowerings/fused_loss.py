@@ -6,6 +6,10 @@ something that is known while a row of logits is on the card. So one operation r
 and writes that; the backward multiplies it by g, which moves nothing where g is 1. Stock reads the
 logits twice more. Where nothing but the loss reads the logits of a linear layer, they are not even
 kept whole.
+
+Rows that are ignored get a gradient of 0 whatever they hold, also where eager multiplies NaN by 0.
+That of another row whose maximum is infinite or NaN is NaN, as that of a softmax is; the gradient
+of ``logsumexp`` alone is in eager NaN at the infinities only.
 """
 
 from __future__ import annotations
@@ -96,8 +100,9 @@ def _emit_linear(gradient: Gradient, numbers: editing.Numbers) -> None:
     linear_loss.emit(gradient, linear_loss.match(gradient, numbers))
 
 
-def _is_of_linear(group: list[Core], numbers: editing.Numbers) -> bool:
-    return linear_loss.is_linear(levels_of(group[0].x, numbers)[-1].base)
+def _stored(group: list[Core], numbers: editing.Numbers) -> Any:
+    """The logits in memory that a group is computed from."""
+    return levels_of(group[0].x, numbers)[-1].base
 
 
 def _rewrite(
@@ -109,9 +114,9 @@ def _rewrite(
         return
     numbers, of_tangent = editing.Numbers(graph), reached(tangents)
     for group in _losses(graph, numbers):
-        if name == LINEAR and not _is_of_linear(group, numbers):
+        if name == LINEAR and not linear_loss.is_linear(_stored(group, numbers)):
             continue
-        here = site(group[0].x, group[0].dim, "loss")
+        here = site(group[0].x, group[0].dim, "loss", value(_stored(group, numbers)).dtype)
         try:
             _check_logits(group)
             gradient = loss_gradient.find(graph, numbers, of_tangent, group)

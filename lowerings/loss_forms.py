@@ -53,11 +53,11 @@ _DEPTH, _TERMS = 100, 16
 
 
 class Term(NamedTuple):
-    """What a coefficient is multiplied by."""
+    """What a coefficient is multiplied by; ``g`` is a node, one number that comes in."""
 
     factor: str = ONE
     damped: bool = False
-    g: int = 0
+    g: Any = None
     m: int = 0
     l: int = 0  # noqa: E741
     s: int = 0
@@ -75,8 +75,7 @@ class Forms(RowValues):
     """The forms around a group of softmaxes with equal logits.
 
     ``of_tangent`` are the nodes that need a gradient that comes in. New nodes go in front of what
-    ``editor`` points at. ``index`` [N] is the target, once one was seen; ``tangent`` the gradient
-    that comes in.
+    ``editor`` points at. ``index`` [N] is the target, once one was seen.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class Forms(RowValues):
         self.totals = {numbers.of(core.total) for core in group}
         self.index: Any = None
         self.wraps: bool | None = None  # whether -1 is the last column; None where it is an error
-        self.tangent: Any = None
         self._forms: dict[Any, Form | NoForm] = {}
         # What is known before the sweep: neither of these.
         self.of_tangent = of_tangent
@@ -117,7 +115,9 @@ class Forms(RowValues):
             try:
                 self._forms[node] = self._form(node, depth)
             except NoForm as why:
-                self._forms[node] = why
+                # Whatever it is made of, the backward may take one number as it comes.
+                number = node in self.of_tangent and self.kind(node)[0] == "one"
+                self._forms[node] = {Term(g=node): 1} if number else why
         found = self._forms[node]
         if isinstance(found, NoForm):
             raise found
@@ -148,7 +148,7 @@ class Forms(RowValues):
         if first in self.totals:
             return {Term(s=1): 1}
         if compat.is_tangent(node):
-            return self._incoming(node, kind)
+            raise NoForm("the gradient that comes in is not one number")
         if kind != "whole" and self.is_known(node):
             return {Term(): self.factor(node)}
 
@@ -168,14 +168,6 @@ class Forms(RowValues):
 
     def _is_z(self, node: Any) -> bool:
         return node is self.z or key_of(levels_of(node, self.numbers), self.numbers) == self._key
-
-    def _incoming(self, node: Any, kind: str) -> Form:
-        if kind != "one":
-            raise NoForm("the gradient that comes in is not one number")
-        if self.tangent not in (None, node):
-            raise NoForm("more than one gradient comes in")
-        self.tangent = node
-        return {Term(g=1): 1}
 
     def _check_operand(self, node: Any, kind: str) -> None:
         """Logits take values of the row in, and numbers: not what varies along it."""
@@ -270,11 +262,11 @@ class Forms(RowValues):
             alone = ONE in (ta.factor, tb.factor) or factors == {HOT}
             if not alone or (ta.damped and tb.damped):
                 raise NoForm("it is not linear in the probabilities")
-            if ta.g + tb.g > 1:
+            if ta.g is not None and tb.g is not None:
                 raise NoForm("it is not linear in the gradient that comes in")
             (factor,) = factors
-            powers = (x + y for x, y in zip(ta[2:], tb[2:], strict=True))
-            term = Term(factor, ta.damped or tb.damped, *powers)
+            powers = (x + y for x, y in zip(ta[3:], tb[3:], strict=True))
+            term = Term(factor, ta.damped or tb.damped, ta.g or tb.g, *powers)
             product = self._plus(product, {term: self.mul(ca, cb)}, 1)
         return product
 

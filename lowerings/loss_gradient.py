@@ -49,7 +49,7 @@ _OF_ROW = (BELOW, PICKED)
 class Gradient:
     """``node`` is the whole gradient of ``x``: the logits of ``forms`` at ``level``.
 
-    ``a0, a1, b, c`` are its factors (numbers or flat nodes) for an incoming gradient of 1.
+    ``g`` is the number that comes in, ``a0, a1, b, c`` the factors (numbers or flat nodes) for 1.
     ``sums`` and ``picks`` are what the forward sums over rows of logits, and picks at the target,
     with their forms.
     """
@@ -60,6 +60,7 @@ class Gradient:
     x: Any
     scale: float
     softcap: float
+    g: Any
     a0: Any
     a1: Any
     b: Any
@@ -164,8 +165,13 @@ def _read(forms: Forms, node: Any) -> Gradient:
     lse: dict[str, Any] = {}
     b: Any = 0
     c: Any = 0
-    for term, factor in forms.form(node).items():
-        if term.g != 1 or term.s or term.damped != (softcap > 0):
+    form = forms.form(node)
+    incoming = {term.g for term in form}
+    if len(incoming) > 1:
+        raise NoForm("more than one gradient comes in")
+    (g,) = incoming
+    for term, factor in form.items():
+        if g is None or term.s or term.damped != (softcap > 0):
             raise NoForm("its gradient is not linear in what comes in")
         factor = forms.over(factor, scale) if scale != 1 else factor
         powers = term.m, term.l
@@ -183,7 +189,7 @@ def _read(forms: Forms, node: Any) -> Gradient:
             raise NoForm("its gradient depends on the softmax otherwise than by lse")
     if lse and (len(lse) != 2 or not _same(*lse.values())):
         raise NoForm("its gradient depends on the maximum otherwise than by lse")
-    return Gradient(forms, node, level, x, scale, softcap, a0, lse.get("l"), b, c)
+    return Gradient(forms, node, level, x, scale, softcap, g, a0, lse.get("l"), b, c)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -405,7 +411,7 @@ class Emitter:
         """Put what was made for an incoming gradient of 1, or its transpose, in place of a node."""
         editor, forms = self.editor, self.forms
         editor.before(node)
-        scaled = editor.call(torch.ops.inductor_ext.scaled_gradient.default, made, forms.tangent)
+        scaled = editor.call(torch.ops.inductor_ext.scaled_gradient.default, made, self.gradient.g)
         if transposed:
             scaled = editor.call(aten.permute.default, scaled, [1, 0])
         if not same_shape(value(scaled).shape, value(node).shape):

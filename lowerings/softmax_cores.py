@@ -53,11 +53,12 @@ class Core:
         return site(self.x, self.dim)
 
 
-def site(x: Any, dim: int, what: str = "softmax") -> str:
+def site(x: Any, dim: int, what: str = "softmax", dtype: torch.dtype | None = None) -> str:
     """ "softmax [4096,32000] bfloat16 over dimension 1", the dtype that of the logits."""
-    tensor, dtype = value(x), value(x).dtype
-    if x.target is prims.convert_element_type.default:
-        dtype = value(x.args[0]).dtype
+    tensor = value(x)
+    if dtype is None:
+        converted = x.target is prims.convert_element_type.default
+        dtype = value(x.args[0] if converted else x).dtype
     sizes = ",".join(str(s) for s in tensor.shape)
     return f"{what} [{sizes}] {str(dtype).removeprefix('torch.')} over dimension {dim}"
 

@@ -92,8 +92,15 @@ def divided(x, y):
     return F.cross_entropy(x.float(), y, reduction="sum") / (y != -100).sum() / 4
 
 
+def without_its_maximum(x, y):
+    x = x.float()
+    x = x - x.amax(-1, keepdim=True).detach()
+    return (x.exp().sum(-1).log() - x.gather(-1, y[:, None]).squeeze(-1)).mean()
+
+
 SPELLINGS = [
-    masked_mean, z_loss_where_it_counts, indexed, summed_nll, penalty_alone, divided
+    without_its_maximum, masked_mean, z_loss_where_it_counts, indexed, summed_nll, penalty_alone,
+    divided,
 ]  # fmt: skip
 
 
@@ -101,6 +108,17 @@ SPELLINGS = [
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_spelling(loss, dtype, judged, sweeps):
     check_fused(judged(loss, [logits(dtype), targets()]), sweeps)
+
+
+def test_a_number_made_of_the_loss_comes_in(judged):
+    """The derivative of what is made of the mean loss is one number to the rows."""
+
+    def perplexity(x, y):
+        return F.cross_entropy(x.float(), y).exp()
+
+    code = judged(perplexity, [logits(), targets()])
+    assert calls(code.forward) == [("rows_and_gradient", "")]
+    assert calls(code.backward) == [("", "scale_gradient_")]
 
 
 def test_one_hot_targets(judged):
