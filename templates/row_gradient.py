@@ -15,7 +15,7 @@ has no difference of nearly equal numbers where A = b. Nothing is held back from
 are all 0 but its gradient, which is 0 whatever the row holds.
 
 rows_kernel         statistics and gradient in one program per row
-segments_kernel     statistics of a row; of a segment of one, where there are too few rows for a card
+segments_kernel     statistics of a row, or of a segment where there are too few rows for a card
 join_kernel         a row's segments into one
 spread_kernel       the gradient from these, per (row, chunk)
 """
