@@ -409,8 +409,10 @@ def test_what_is_called_and_what_is_inlined():
     """``lowering.lowerings`` and ``fallbacks``; ``config.realize_reads_threshold``."""
     aten = torch.ops.aten
     assert compat.is_extern(torch.ops.inductor_ext.row_statistics.default)
-    assert compat.is_extern(aten.topk.default) and not compat.is_extern(aten.exp.default)
+    assert compat.is_extern(aten._scaled_dot_product_flash_attention.default)
+    assert not compat.is_extern(aten.exp.default)
     assert compat.reads_inlined() > 1
+    assert compat.rounds_in_between() is False
 
 
 def test_into_memory():
