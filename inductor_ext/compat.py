@@ -141,6 +141,13 @@ def reads_inlined() -> int:
     return int(config.realize_reads_threshold)
 
 
+def rounds_in_between() -> bool:
+    """Whether Inductor rounds what it does not store to the dtype that eager would store."""
+    from torch._inductor import config
+
+    return bool(config.emulate_precision_casts)
+
+
 def into_memory() -> Any:
     """A prim for fx graphs, ``op(x, strides)``: x, computed into a buffer instead of inlined."""
     from torch._inductor.inductor_prims import force_stride_order

@@ -1,4 +1,4 @@
-"""Row sums around a softmax in closed form: a loss in one sweep, its gradient without one.
+"""Row sums around a softmax in closed form: the loss's, and that of its gradient.
 
 Forward: the sum of a row of log-probabilities comes with the row's maximum out of the operation
 that ``softmax`` puts in (``row_sums`` has the algebra). What is weighted reads the logits again.

@@ -113,7 +113,7 @@ class Forms:
 
     def depends(self, node: Any) -> tuple[bool, bool]:
         """Whether a node needs a reduction of such rows, and whether it needs a gradient that
-        comes in: what does can't be summed in the forward's first sweep."""
+        comes in: what does can't be summed beforehand."""
         if node not in self._depends:
             sources = [self.depends(n) for n in node.all_input_nodes]
             reduces = node.target is STATISTICS or (
@@ -171,7 +171,7 @@ class Forms:
     # --- forms ------------------------------------------------------------------------------------
 
     def form(self, node: Any, whole: bool = True, depth: int = 0) -> Form:
-        """The form of a value. With ``whole``, what the first sweep can sum is one factor."""
+        """The form of a value. With ``whole``, what needs no such reduction is one factor."""
         if not isinstance(node, torch.fx.Node):
             return {ONE: node}
         if (node, whole) not in self._forms:

@@ -100,6 +100,8 @@ def _check_levels(x: Any, levels: list[Level]) -> None:
     base, scale = levels[-1].base, levels[-1].scale
     if not (0 < scale < math.inf and levels[-1].softcap >= 0):
         raise NoForm("its scale is not positive")
+    if (scale != 1 or levels[-1].softcap) and compat.rounds_in_between():
+        raise NoForm("Inductor is told to round its scaled logits")
     if not _lies_in_memory(base):
         raise NoForm("its logits are computed where they are read")
     tensor = value(base)
@@ -119,16 +121,14 @@ def _emit(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     last, level = levels[-1], len(levels) - 1
     places = {c.peak if c.peak.target is aten.amax.default else c.peak.args[0] for c in group}
     editor.before(next(node for node in graph.nodes if node in places))
-    try:
-        base = last.base
-        if value(base).dim() != 2:
-            base = editor.call(aten.view.default, base, rows.sizes([-1, value(base).shape[-1]]))
-        operation = editor.call(STATISTICS, base, False, last.scale, last.softcap)
-        pair = [rows.lower(editor.call(operator.getitem, operation, i), level) for i in range(2)]
-        shapes = {core.x: rows.sizes(row_shape(core.x, -1)) for core in group}
-    except NoForm:
-        editor.drop_unused()
-        raise
+    base = last.base
+    if value(base).dim() != 2:
+        base = editor.call(aten.view.default, base, rows.sizes([-1, value(base).shape[-1]]))
+    shapes = {core.x: rows.sizes(row_shape(core.x, -1)) for core in group}
+    for low in levels[1:]:
+        rows.sizes(value(low.cut.args[0]).shape[:-1])  # NoForm is raised before the operation is
+    operation = editor.call(STATISTICS, base, False, last.scale, last.softcap)
+    pair = [rows.lower(editor.call(operator.getitem, operation, i), level) for i in range(2)]
     made = []
     for own, shape in shapes.items():  # in several shapes, maybe
         peak, total = (rows.shaped(row, shape) for row in pair)

@@ -412,12 +412,21 @@ def test_softmax_patterns_of_the_joint_graph():
     assert {"mul_softmax_pattern", "div_softmax_pattern"} <= set(functions), (
         "the scaled softmax patterns moved to another entry of pass_patterns"
     )
-    find("torch._inductor.fx_passes.post_grad:prepare_softmax_pattern")
     from torch._inductor import config
 
-    assert config.online_softmax and config.cuda_backend == "triton"
-    assert compat.may_use_online_softmax(torch.device("cuda"))
-    assert not compat.may_use_online_softmax(torch.device("cpu"))
+    assert config.cuda_backend == "triton"
+    assert compat.writes_triton(torch.device("cuda"))
+    assert not compat.writes_triton(torch.device("cpu"))
+
+
+def test_what_is_called_and_what_is_inlined():
+    """``lowering.lowerings`` and ``fallbacks``; ``config.realize_reads_threshold``."""
+    aten = torch.ops.aten
+    assert compat.is_extern(torch.ops.inductor_ext.row_statistics.default)
+    assert compat.is_extern(aten._scaled_dot_product_flash_attention.default)
+    assert not compat.is_extern(aten.exp.default)
+    assert compat.reads_inlined() > 1
+    assert compat.rounds_in_between() is False
 
 
 def test_what_the_partitioner_is_told():

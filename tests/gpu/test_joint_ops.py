@@ -8,6 +8,7 @@ from inductor_ext.templates import cross_entropy_launch as launch
 
 import inductor_ext
 from inductor_ext import measure
+from inductor_ext.ops import _composed as composed
 from inductor_ext.ops import _joint, _linear_cross_entropy
 
 pytestmark = pytest.mark.gpu
@@ -69,18 +70,39 @@ def test_rows_and_gradient(rows, columns, dtype, loss, poison):
     checked(over, x, target, given, scale, softcap)
 
 
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, 0.0), (1.2, 30.0)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"),
+    [(2048, 128256, BF16), (1000, 50257, BF16), (1, 128256, BF16), (131, 799, FP16),
+     (300, 17, FP32), (1024, 32000, FP32)],
+)  # fmt: skip
+def test_row_statistics(rows, columns, dtype, scale, softcap, poison):
+    x, _ = draw(rows, columns, dtype)
+    runs = []
+    for below in (True, True, False):
+        poison()
+        runs.append(_joint.row_statistics(x, below, scale, softcap))
+    assert all(map(torch.equal, *runs[:2])) and all(map(torch.equal, runs[0][:2], runs[2][:2]))
+    for first in range(0, rows, 1024):
+        part = slice(first, first + 1024)
+        truth = _joint.row_statistics(x[part].double(), True, scale, softcap)
+        wide = composed.logits_of(x[part], scale, softcap)
+        for mine, *other in zip(runs[0], truth, _joint._statistics(wide), strict=True):
+            verdict = measure.check(mine[part], *other)
+            assert verdict.ok, verdict.reason
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [8, 200])
 def test_rows_may_hold_anything(rows, bad):
     x, target = draw(rows, 5003)
     x[1, 5:7], x[2, :], x[3, 5000] = bad, bad, bad  # row 1 has no factors
     given = factors(target, 5003, smoothing=0.1)
-    peak, total, below, dx = _joint.rows_and_gradient(x, target, *given, 1.0, 0.0)
+    *rows_of, dx = _joint.rows_and_gradient(x, target, *given, 1.0, 0.0)
     assert not dx[1].any() and dx[4:].isfinite().all() and dx[0].any()
-    z = x.float()
-    shifted = z - z.amax(1, keepdim=True)
-    for mine, theirs in ((peak, z.amax(1)), (total, shifted.exp().sum(1)), (below, shifted.sum(1))):
-        torch.testing.assert_close(mine, theirs, equal_nan=True)
+    for found in (rows_of, _joint.row_statistics(x, True, 1.0, 0.0)):
+        for mine, theirs in zip(found, _joint._statistics(x.float()), strict=True):
+            torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
 @pytest.mark.parametrize("memory", [_linear_cross_entropy.MEMORY, 1])

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cross_entropy_variants import VARIANTS
+from inductor_ext import measure
+from inductor_ext.testing import compile_for, run_interpreted
 
 BF16 = torch.bfloat16
 N, V = 5, 1283
@@ -69,6 +71,42 @@ def test_targets_of_mixed_kind(judged):
 
     y, mask = torch.randint(0, V, (N,)), torch.arange(N) % 2 == 0
     judged(loss, [torch.randn(N, V).to(BF16), y, torch.rand(V), mask])
+
+
+# --- without a gradient ---------------------------------------------------------------------------
+
+FORWARDS = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "temperature": lambda x: F.softmax(x / 0.7, -1),
+    "softcap": lambda x: F.log_softmax(4 * torch.tanh(x / 4), -1),
+    "logsumexp": lambda x: torch.logsumexp(x * 2, -1),
+    "two temperatures": lambda x: F.log_softmax(x, -1)[..., 5] - F.log_softmax(x / 2, -1)[..., 5],
+    "by hand": lambda x: (x - x.amax(-1, keepdim=True)).exp().sum(-1),
+    "over all": lambda x: F.log_softmax(x, -1).square().mean(),
+}
+
+
+def forward(fn, x):
+    with torch.no_grad():
+        code = compile_for("h200", fn, x)
+        return run_interpreted(code, x), code
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_forward(name, dtype):
+    fn, x = FORWARDS[name], (torch.randn(2, 3, V) * 3).to(dtype)
+    out, code = forward(fn, x)
+    assert "softmax" in fired(code)
+    verdict = measure.check(out, fn(x.double()), fn(x))
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_each_hard_row_without_a_gradient(name):
+    x, _ = rows()
+    same_kinds(forward(FORWARDS[name], x)[0], FORWARDS[name](x))
 
 
 # --- the numbers that break a loss ----------------------------------------------------------------
