@@ -1,6 +1,7 @@
 """The loss of a language model: hidden states to vocabulary, next token, z-loss; and its backward.
 
-Ordinary training code. The only line that concerns the plugin is the import. The logits of the
+Ordinary training code. Two lines concern the plugin: its import, and ``enable`` for a lowering that is
+off until it has been timed on a card. The logits of the
 program as written are 2 GB in the forward and again in the backward; what is compiled makes them a
 chunk at a time, with the gradients of the hidden states and of the head.
 """
@@ -70,7 +71,6 @@ def without_a_card() -> None:
     with torch.device("meta"):
         head = Head()
         hidden, tokens = batch("meta")
-    inductor_ext.enable("fused_loss", "linear_cross_entropy")
     code = compile_for("h200", head, hidden, tokens, grad=True)
     print(inductor_ext.Report(tuple(code.decisions)))
     print(outline(code))
@@ -78,4 +78,5 @@ def without_a_card() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    inductor_ext.enable("linear_cross_entropy")
     on_a_card() if torch.cuda.is_available() else without_a_card()

@@ -39,18 +39,20 @@ from inductor_ext.lowerings.softmax_cores import (
     replaced,
     row_shape,
     store_rows,
+    uncast,
     why_not,
 )
 
-from inductor_ext import choosing, compat, editing, registry, report
+from inductor_ext import choosing, compat, editing, matching, registry, report
 from inductor_ext.editing import Editor, Numbers, same_shape, value
 from inductor_ext.ops import _joint
 
 aten = torch.ops.aten
 NAME = "softmax"
 STATISTICS = _joint.row_statistics._opoverload
-# Fewer bytes of logits stay in L2 between two sweeps, and a launch takes as long as one.
-LEAST_BYTES = 2**25
+# Fewer bytes of logits are swept twice in less time than a launch out of Python takes, which more
+# hide behind the card.
+LEAST_BYTES = 2**27
 _PRODUCTS = {
     aten.mm.default,
     aten.addmm.default,
@@ -111,6 +113,40 @@ def _check_levels(x: Any, levels: list[Level]) -> None:
         raise NoForm("only a part of the rows in memory is used")
     if _numel(tensor) * tensor.element_size() < LEAST_BYTES:
         raise NoForm("logits of this size are swept as fast as a kernel is launched")
+
+
+def _check_sweeps(graph: Any, numbers: Numbers, group: list[Core]) -> None:
+    """Raise where the forward sweeps the rows again for a sum made of the statistics, as the loss
+    of probabilities does: stock sums while it has the row, and was faster (benchmarks/NOTES.md).
+    What ``cross_entropy`` makes of the statistics is no sweep."""
+    x = group[0].x
+    totals = {core.total for core in cores(graph, numbers)}
+    tangents = [n for n in graph.find_nodes(op="placeholder") if compat.is_tangent(n)]
+    made = reached([n for core in group for n in (core.peak, core.total)]) - reached(tangents)
+    for node in made - totals:
+        if (
+            node.target in SUMS
+            and same_shape(value(node.args[0]).shape, value(x).shape)
+            and value(x).dim() - 1 in reduced(node)
+            and (_is_weighted(node.args[0], x) or not registry.is_enabled("cross_entropy"))
+        ):
+            raise NoForm("another sum sweeps the rows again")
+
+
+def _is_weighted(node: Any, x: Any) -> bool:
+    """Whether something as large as the logits x, and not made of them, takes part in ``node``."""
+    seen, stack = {x, uncast(x)}, [node]
+    while stack:
+        source = stack.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        tensor = value(source)
+        if matching.is_pointwise(source) or matching.is_view(source):
+            stack.extend(source.all_input_nodes)
+        elif isinstance(tensor, torch.Tensor) and same_shape([tensor.numel()], [value(x).numel()]):
+            return True
+    return False
 
 
 def _emit(graph: Any, numbers: Numbers, group: list[Core]) -> None:
@@ -214,6 +250,7 @@ def rewrite(graph: Any) -> None:
         here, softmaxes = group[0].site(), len({numbers.of(core.total) for core in group})
         try:
             _check(group, numbers)
+            _check_sweeps(graph, numbers, group)
             _emit(graph, numbers, group)
         except NoForm as reason:
             choosing.leave(NAME, here, str(reason))
@@ -227,8 +264,4 @@ def rewrite(graph: Any) -> None:
     editing.check(graph)
 
 
-registry.register(
-    registry.Lowering(
-        NAME, passes={"early_joint": rewrite}, off="the default, until it has been timed on a card"
-    )
-)
+registry.register(registry.Lowering(NAME, passes={"early_joint": rewrite}))

@@ -70,3 +70,15 @@ def test_readme_times_by_tokens_are_the_measured_ones() -> None:
             for column in ("ours", "compile", "max_autotune")
         ]
         assert [cell.strip() for cell in cells.split("|")] == measured, tokens
+
+
+def test_readme_times_of_losses_are_the_measured_ones() -> None:
+    """Each number of the table is a time in the results, in us."""
+    table = re.findall(
+        r"^\| [\w -]+ \|((?: (?:\d+|-) \|)+)$", _section("Softmax and cross entropy"), re.M
+    )
+    with (ROOT / "benchmarks/results/cross_entropy.csv").open() as f:
+        rows = [row for row in csv.DictReader(f) if row["case"] == "8192x128256"]
+    times = {f"{float(v):.0f}" for row in rows for k, v in row.items() if k.endswith("_us") and v}
+    cells = [cell.strip() for line in table for cell in line.strip("|").split("|")]
+    assert len(table) == 8 and set(cells) <= {"-", *times}

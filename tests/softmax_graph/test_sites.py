@@ -149,6 +149,21 @@ def test_few_logits_are_left_alone(monkeypatch):
     assert not left.fired and "as fast as a kernel is launched" in left.reason
 
 
+@pytest.mark.parametrize("name", ["soft targets", "kl, teacher log"])
+def test_rows_that_are_swept_again_are_left(name):
+    variant = VARIANTS[name]
+    found = decisions(variant.fn, *variant.inputs(6, 1283, BF16, "cpu"))
+    left = [d for d in found if d.lowering == "softmax"]
+    assert left and not any(d.fired for d in left)
+    assert all("sweeps the rows again" in d.reason for d in left)
+
+
+def test_what_another_lowering_would_sum_is_left_where_that_is_off():
+    with inductor_ext.disable("cross_entropy"):
+        (left,) = decisions(smoothed, logits(), targets())
+    assert not left.fired and "sweeps the rows again" in left.reason
+
+
 def test_a_package_has_no_python():
     with torch.no_grad(), torch._inductor.config.patch(cpp_wrapper=True):
         (left,) = decisions(FORWARDS["softmax"], logits(), targets(), grad=False)
@@ -192,7 +207,8 @@ def test_disabled_is_stock_byte_for_byte(monkeypatch):
 def test_off_until_asked_for(fresh_status):
     """What was not timed on a card changes nothing, and doctor says so."""
     state = {name: (on, why) for name, on, why in fresh_status}
-    for name in ("softmax", "cross_entropy"):
+    assert state["softmax"][0]
+    for name in ("cross_entropy", "fused_loss", "linear_cross_entropy"):
         assert not state[name][0] and "timed on a card" in state[name][1]
 
 
@@ -229,7 +245,7 @@ def test_the_passes_stand_before_what_hides_a_scaled_softmax():
 # --- symbolic sizes -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["z-loss, softcap, smoothing", "kl, teacher log"])
+@pytest.mark.parametrize("name", ["z-loss, softcap, smoothing", "class weight, smoothing"])
 def test_symbolic_number_of_rows(name, judged):
     variant = VARIANTS[name]
     inputs = variant.inputs(6, 1283, BF16, "cpu")
