@@ -1,9 +1,9 @@
 """The loss of a language model: hidden states to vocabulary, next token, z-loss; and its backward.
 
-Ordinary training code. Two lines concern the plugin: its import, and ``enable`` for a lowering that is
-off until it has been timed on a card. The logits of the
-program as written are 2 GB in the forward and again in the backward; what is compiled makes them a
-chunk at a time, with the gradients of the hidden states and of the head.
+Ordinary training code. Two lines concern the plugin: its import, and ``enable`` for a lowering that
+is off until it has been timed on a card. The logits of the program as written are 2 GB in the
+forward and again in the backward; what is compiled makes them a chunk at a time, with the gradients
+of the hidden states and of the head.
 """
 
 import torch
