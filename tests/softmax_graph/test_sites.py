@@ -12,6 +12,7 @@ import inductor_ext
 from benchmarks.cross_entropy_variants import VARIANTS
 from inductor_ext import compat, registry
 from inductor_ext.testing import compile_for
+from inductor_ext.testing.generated import kernels_of
 
 pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
@@ -95,6 +96,14 @@ def test_inference_reads_the_logits_once_for_them(name, sweeps):
     assert outcome(code.decisions) == [("softmax", True)]
     written = ["pointwise loops=0 loads=1 stores=1"] if name in ("softmax", "log_softmax") else []
     assert sweeps(code.source, V) == ["row_statistics loads=1 stores=0", *written]
+
+
+@pytest.mark.parametrize("fn", [FORWARDS["log_softmax"], FORWARDS["cross entropy"], smoothed])
+def test_nothing_is_computed_per_entry_that_a_row_has_once(fn):
+    code = compile_for("h200", fn, logits(), targets(), grad=True)
+    kernels = kernels_of(code.forward) + kernels_of(code.backward)
+    whole = [k.source for k in kernels if re.search(rf"// {V}\b|r0_\d+ \+ {V}\*x", k.source)]
+    assert whole and not any("math.log(" in source for source in whole)
 
 
 def test_logits_of_a_product_and_never_twice(sweeps):
