@@ -118,7 +118,9 @@ def _check_levels(x: Any, levels: list[Level]) -> None:
 def _check_sweeps(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     """Raise where the forward sweeps the rows again for a sum made of the statistics, as the loss
     of probabilities does: stock sums while it has the row, and was faster (benchmarks/NOTES.md).
-    What ``cross_entropy`` makes of the statistics is no sweep."""
+    What ``cross_entropy`` makes of the statistics is no sweep, and where it is weighted pays in the
+    backward."""
+    folds = registry.is_enabled("cross_entropy")
     x = group[0].x
     totals = {core.total for core in cores(graph, numbers)}
     tangents = [n for n in graph.find_nodes(op="placeholder") if compat.is_tangent(n)]
@@ -128,7 +130,7 @@ def _check_sweeps(graph: Any, numbers: Numbers, group: list[Core]) -> None:
             node.target in SUMS
             and same_shape(value(node.args[0]).shape, value(x).shape)
             and value(x).dim() - 1 in reduced(node)
-            and (_is_weighted(node.args[0], x) or not registry.is_enabled("cross_entropy"))
+            and not (folds and (tangents or not _is_weighted(node.args[0], x)))
         ):
             raise NoForm("another sum sweeps the rows again")
 
