@@ -160,6 +160,16 @@ def is_tangent(node: Any) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
+def differentiated(graph: Any, tangent: Any) -> list[Any]:
+    """The results of a joint graph's forward that a gradient which comes in is the gradient of."""
+    desc, results = getattr(tangent.meta.get("desc"), "output", None), graph.output_node()
+    descs = results.meta.get("desc")
+    if desc is None or descs is None:
+        return []
+    pairs = zip(results.args[0], descs, strict=True)
+    return [n for n, of in pairs if of == desc and isinstance(n, torch.fx.Node)]
+
+
 def may_be_recomputed(node: Any) -> bool:
     """Whether activation checkpointing has a say in when a node of a joint graph is computed."""
     return node.meta.get("recompute") is not None

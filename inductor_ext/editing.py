@@ -101,10 +101,11 @@ class Editor:
             of = lambda n: n.meta["val"]  # noqa: E731
             fakes = torch.fx.node.map_arg((args, kwargs), of)
             with torch.no_grad():
-                node.meta["val"] = target(*fakes[0], **fakes[1])
-            tensor = node.meta["val"]
-            if isinstance(tensor, torch.Tensor):
-                node.meta["tensor_meta"] = compat.tensor_meta(tensor)
+                result = target(*fakes[0], **fakes[1])
+            if result is not None:  # an assertion has no value, and torch's partitioner no size
+                node.meta["val"] = result
+            if isinstance(result, torch.Tensor):
+                node.meta["tensor_meta"] = compat.tensor_meta(result)
             self._known[key] = node
             self.made.append(node)
         return self._known[key]
@@ -118,6 +119,13 @@ class Editor:
         if value(node).dtype == dtype:
             return node
         return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
+    def undo(self) -> None:
+        """Erase the nodes made that nothing uses, also those that only assert."""
+        for node in reversed(self.made):
+            if not compat.is_erased(node) and not node.users:
+                self.graph.erase_node(node)
+        self.made, self._known = [], {}
 
     def drop_unused(self) -> None:
         """Erase the nodes made that nothing uses."""

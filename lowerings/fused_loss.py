@@ -21,9 +21,15 @@ from typing import Any
 import torch
 from inductor_ext.lowerings import linear_loss, loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
-from inductor_ext.lowerings.loss_rows import is_contiguous, key_of, levels_of, reached
+from inductor_ext.lowerings.loss_rows import (
+    check_rounding,
+    is_contiguous,
+    key_of,
+    levels_of,
+    reached,
+)
 from inductor_ext.lowerings.scaled_gradient import SCALED, lower_scaled
-from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, site, why_not
+from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, lies_in_memory, site, why_not
 
 from inductor_ext import choosing, compat, editing, registry, report
 from inductor_ext.editing import value
@@ -57,40 +63,34 @@ def _check_logits(group: list[Core]) -> None:
         raise NoForm("activation checkpointing computes it again in the backward")
 
 
-def _check_gradient(gradient: Gradient) -> None:
+def _check_gradient(gradient: Gradient, numbers: editing.Numbers) -> None:
     """Raise where a gradient of the form is left."""
+    forms = gradient.forms
+    check_rounding(forms.graph, numbers, forms.levels[gradient.level])
     if value(gradient.x).dtype == torch.float16:
         raise NoForm("an fp16 gradient may underflow before the scale of the loss reaches it")
     if compat.may_be_recomputed(gradient.x):
         raise NoForm("activation checkpointing computes its logits again in the backward")
 
 
-def _is_in_memory(x: Any) -> bool:
-    """Whether logits lie in memory in any case: inputs, and what Inductor writes no code for."""
-    if x.op != "call_function":
-        return True
-    foreign = getattr(x.target, "namespace", "") not in ("aten", "prims")
-    return x.target in loss_gradient.PRODUCTS or foreign
-
-
 def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> None:
     """The gradient of logits in memory."""
     if not loss_gradient.rows_of(gradient.x):
         raise NoForm("the logits are not rows of one memory")
-    if not _is_in_memory(gradient.x):
+    if not lies_in_memory(gradient.x):
         raise NoForm("its logits are computed where they are read, and would have to be stored")
     is_result = any(n.op == "output" for n in loss_gradient.behind_views(gradient.node))
     if is_result and not is_contiguous(value(gradient.x)):
         raise NoForm("its gradient would be copied: the logits' rows are padded")
-    emitter = loss_gradient.Emitter(gradient, picks=False)
+    emitter = loss_gradient.Emitter(gradient)
     target, factors = emitter.ready()
     x, columns = gradient.x, value(gradient.x).shape[-1]
     if value(x).dim() != 2:
         x = emitter.editor.call(aten.view.default, x, [-1, columns])
     scales = gradient.scale, gradient.softcap
     op = torch.ops.inductor_ext.rows_and_gradient.default
-    peak, total, below, dx = emitter.operation(op, x, target, *factors, *scales)
-    emitter.statistics(peak, total, below)
+    *rows, dx = emitter.operation(op, x, target, *factors, *scales)
+    emitter.statistics(*rows)
     emitter.scaled(dx, gradient.node)
     emitter.done([gradient.node])
 
@@ -123,12 +123,16 @@ def _rewrite(
             if gradient is None:
                 continue
             try:
-                _check_gradient(gradient)
+                _check_gradient(gradient, numbers)
                 emit(gradient, numbers)
-            finally:
-                gradient.forms.editor.drop_unused()
+            except Exception:
+                gradient.forms.editor.undo()
+                raise
         except NoForm as reason:
             choosing.leave(name, here, str(reason))
+        except Exception as error:
+            registry.failed(name, here, error)
+            numbers, of_tangent = editing.Numbers(graph), reached(tangents)
         else:
             report.record(report.Decision(name, True, chosen, why, here, source="heuristic"))
             numbers, of_tangent = editing.Numbers(graph), reached(tangents)

@@ -144,7 +144,7 @@ def _check_logits(gradient: Gradient) -> list[Any]:
 
 def emit(gradient: Gradient, linear: Linear) -> None:
     """Put the operation in the place of the layer, of its loss's softmaxes and of its gradients."""
-    emitter = loss_gradient.Emitter(gradient, picks=True)
+    emitter = loss_gradient.Emitter(gradient)
     for node in linear.sizes:
         emitter.sized(node)
     target, factors = emitter.ready()

@@ -24,16 +24,25 @@ import torch
 from inductor_ext.lowerings.loss_rows import (
     DIV,
     MUL,
-    NARROW,
     VIEWS,
+    WHOLE,
     NoForm,
     RowValues,
     bounds,
+    counts,
     key_of,
     levels_of,
     reached,
 )
-from inductor_ext.lowerings.softmax_cores import MEANS, SUMS, Core, constant, reduced
+from inductor_ext.lowerings.softmax_cores import (
+    MEANS,
+    NARROW,
+    SUMS,
+    Core,
+    constant,
+    keeps_value,
+    reduced,
+)
 
 from inductor_ext import compat
 from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
@@ -206,7 +215,7 @@ class Forms(RowValues):
         if target in VIEWS or target is aten.expand.default:
             return of(args[0])
         if target is prims.convert_element_type.default:
-            return self._converted(args[0], of)
+            return self._converted(node, of)
         if target in _WHERE:
             return self._where(node, of, kind)
         if target in SUMS and kind != "whole":
@@ -292,10 +301,16 @@ class Forms(RowValues):
     # --- the other operations ---------------------------------------------------------------------
 
     def _converted(self, node: Any, of: Callable[[Any], Form]) -> Form | None:
-        tensor = value(node)
-        if tensor.dtype == torch.bool:
-            return {Term(HOT): 1} if self._compares(node) else None
-        return of(node) if tensor.dtype in (*NARROW, torch.int64, torch.int32) else None
+        source, into = node.args[0], value(node).dtype
+        dtype = value(source).dtype
+        if dtype == torch.bool and into in (*NARROW, *WHOLE):
+            return {Term(HOT): 1} if self._compares(source) else None
+        if keeps_value(node):
+            narrows = into == torch.float16 != dtype
+            if narrows and value(self.levels[-1].base).dtype != torch.float16:
+                raise NoForm("fp16 has no room for all of its gradient")
+            return of(source)
+        return of(source) if dtype in WHOLE and into in (*NARROW, *WHOLE) else None
 
     def _where(self, node: Any, of: Callable[[Any], Form], kind: str) -> Form | None:
         condition, yes, no = node.args
@@ -339,7 +354,7 @@ class Forms(RowValues):
         if node.target is not aten.eq.Tensor:
             return False
         for index, columns in (node.args, node.args[::-1]):
-            if self._counts(columns, -1, self.columns):
+            if counts(columns, -1, self.columns):
                 while index.target is aten.expand.default:
                     index = index.args[0]
                 if self._is_rows(index):
@@ -354,7 +369,7 @@ class Forms(RowValues):
             self.kind(node) in (("row", 0), ("one", 0))
             and tensor.dim() > 0
             and same_size(tensor.shape[-1], 1)
-            and tensor.dtype in (torch.int64, torch.int32)
+            and tensor.dtype in WHOLE
             and self.is_known(node)
         )
 
@@ -368,24 +383,6 @@ class Forms(RowValues):
             self.wraps = wraps
         elif wraps not in (None, self.wraps):
             raise NoForm("a negative target is a column here and none there")
-
-    def _counts(self, node: Any, along: int, size: Any) -> bool:
-        """Whether a node is 0, 1, ... along a dimension, and has no other."""
-        shape = list(value(node).shape)
-        if not shape or not same_size(shape.pop(along), size):
-            return False
-        while node.target in VIEWS or node.target in (
-            aten.expand.default,
-            prims.convert_element_type.default,
-        ):
-            node = node.args[0]
-        return (
-            node.target is prims.iota.default
-            and all(same_size(s, 1) for s in shape)
-            and same_size(value(node).shape[0], size)
-            and node.kwargs.get("start", 0) == 0
-            and node.kwargs.get("step", 1) == 1
-        )
 
     def sum_of(self, form: Form, mean: bool = False) -> Form:
         """The sum (or mean) over the row of a form of logits."""
@@ -418,10 +415,15 @@ class Forms(RowValues):
 
     def column(self) -> Any:
         """The target's column, flat; any other number where there is none."""
-        index = self.flat(self.index)
+        call, index = self.editor.call, self.flat(self.index)
+        if isinstance(index, torch.fx.Node):
+            index = self.spread(index)
+        else:  # one number for all rows
+            device = value(self.z).device
+            rows = self.sizes([self.rows[0]])
+            index = call(aten.full.default, rows, index, dtype=torch.int64, device=device)
         if not self.wraps:
             return index
-        call = self.editor.call
         last = call(aten.add.Scalar, index, self._columns())
         return call(aten.where.self, call(aten.lt.Scalar, index, 0), last, index)
 
@@ -457,7 +459,7 @@ class Forms(RowValues):
                 return None
             rows, index = indices
             own = self.kind(index) == ("row", 0) and value(index).dim() == 1
-            found = own and self.is_known(index) and self._counts(rows, 0, shape[0])
+            found = own and self.is_known(index) and counts(rows, 0, shape[0])
             return index if found else None
         dim, index = node.args[1:3]
         return index if dim % len(shape) == len(shape) - 1 and self._is_rows(index) else None

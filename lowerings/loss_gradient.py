@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,20 +29,12 @@ from inductor_ext.lowerings.loss_forms import (
     reduced,
 )
 from inductor_ext.lowerings.loss_rows import VIEWS, NoForm, is_contiguous
-from inductor_ext.lowerings.softmax_cores import Core, put_pair, replaced, row_shape
+from inductor_ext.lowerings.softmax_cores import PRODUCTS, Core, put_pair, replaced, row_shape
 
-from inductor_ext import editing, matching
+from inductor_ext import compat, editing, matching
 from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten = torch.ops.aten
-PRODUCTS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.convolution.default,
-    aten._scaled_mm.default,
-}
 _OF_ROW = (BELOW, PICKED)
 
 
@@ -86,8 +79,8 @@ def find(graph: Any, numbers: Numbers, of_tangent: set[Any], group: list[Core]) 
             return None
         gradient = _read(forms, _end(forms, incoming))
         _look_at_forward(gradient, whole)
-    except NoForm:
-        editor.drop_unused()
+    except Exception:
+        editor.undo()
         raise
     return gradient
 
@@ -200,8 +193,13 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _look_at_forward(gradient: Gradient, whole: list[Any]) -> None:
-    """Find what is summed over rows of the logits, and picked, in the forward."""
+    """Find what is summed over rows of the logits, and picked, in the forward.
+
+    A sum that only somebody looks at stays: of the maximum and what is below it, it would lose
+    digits, and infinities.
+    """
     forms = gradient.forms
+    of_loss = _needed(compat.differentiated(forms.graph, forms.tangent))
     totals = {core.total for core in forms.group}
     for node in sorted({user for source in whole for user in source.users}):
         made = node in forms.of_tangent or node in totals or not node.users
@@ -218,6 +216,8 @@ def _look_at_forward(gradient: Gradient, whole: list[Any]) -> None:
                 where = gradient.sums
         except NoForm:
             continue
+        if Term(BELOW) in form and node not in of_loss:
+            continue
         of_logits = any(t.factor != ONE for t in form)
         if (
             of_logits
@@ -225,6 +225,17 @@ def _look_at_forward(gradient: Gradient, whole: list[Any]) -> None:
             and not any(_is_conditional(forms, c) for c in form.values())
         ):
             where.append((node, form))
+
+
+def _needed(roots: Iterable[Any]) -> set[Any]:
+    """Nodes, and all that they are computed from."""
+    found = set(roots)
+    stack = list(found)
+    while stack:
+        new = [n for n in stack.pop().all_input_nodes if n not in found]
+        found.update(new)
+        stack.extend(new)
+    return found
 
 
 def _is_of_row(term: Term) -> bool:
@@ -255,12 +266,11 @@ class Emitter:
     outputs, [N] of the rows of ``x``.
     """
 
-    def __init__(self, gradient: Gradient, picks: bool) -> None:
+    def __init__(self, gradient: Gradient) -> None:
         self.gradient, self.forms = gradient, gradient.forms
         self.editor = gradient.forms.editor
         self.graph = gradient.forms.graph
-        folds = [*gradient.sums, *(gradient.picks if picks else ())]
-        self.folds = sorted(folds, key=lambda fold: fold[0])
+        self.folds = sorted([*gradient.sums, *gradient.picks], key=lambda fold: fold[0])
 
     def sized(self, node: Any) -> None:
         """Put what it is made of in place of a size of the logits."""
@@ -360,7 +370,7 @@ class Emitter:
         made = self.editor.call(op, *args)
         return [self.editor.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
 
-    def statistics(self, peak: Any, total: Any, below: Any, picked: Any = None) -> None:
+    def statistics(self, peak: Any, total: Any, below: Any, picked: Any) -> None:
         """Put them in place of the softmaxes' own and of what the forward sums and picks."""
         gradient, forms, editor = self.gradient, self.forms, self.editor
         made = {"m": peak, "s": total, "z": picked, BELOW: below}

@@ -15,16 +15,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from inductor_ext.lowerings.softmax_cores import constant
+from inductor_ext.lowerings.softmax_cores import NARROW, SUMS, constant
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from inductor_ext import compat, matching
-from inductor_ext.editing import Editor, Numbers, same_size, value
+from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
 MUL = {aten.mul.Tensor, aten.mul.Scalar}
 DIV = {aten.div.Tensor, aten.div.Scalar}
+WHOLE = (torch.int64, torch.int32)
 # They keep the order of the elements.
 VIEWS = {
     aten.view.default,
@@ -38,6 +38,9 @@ VIEWS = {
     aten.clone.default,
 }
 
+# Besides what is pointwise, Inductor computes their input where they read it.
+_INLINING = {aten.amax.default, aten.gather.default, aten.index.Tensor, *SUMS}
+
 
 class NoForm(Exception):
     """Why a value is not what is looked for."""
@@ -47,13 +50,14 @@ class NoForm(Exception):
 class Level:
     """z = scale softcap tanh(base / softcap), or scale base where softcap is 0, of the rows of
     ``base`` [..., V] that remain. ``cut`` is the slice of rows behind which ``base`` stands;
-    ``tanh`` the node of the softcap."""
+    ``tanh`` the node of the softcap; ``rounded`` what on the way is rounded to 16 bits."""
 
     base: Any
     scale: float
     softcap: float
     tanh: Any
     cut: Any
+    rounded: tuple[Any, ...] = ()
 
 
 def _by_number(node: Any) -> tuple[Any, float] | None:
@@ -67,26 +71,39 @@ def _by_number(node: Any) -> tuple[Any, float] | None:
     return None
 
 
+def _rounds(node: Any, source: Any, factor: float | None) -> bool:
+    """Whether a step from ``source`` to ``node`` rounds to 16 bits; ``factor`` is that of x k."""
+    dtype = value(node).dtype
+    if dtype == torch.float32:
+        return False
+    if factor is not None:  # fp16 may overflow
+        return dtype != torch.bfloat16 or abs(math.frexp(factor)[0]) != 0.5
+    if node.target is prims.convert_element_type.default:
+        return bool(dtype != value(source).dtype)
+    return node.target is aten.tanh.default
+
+
 def levels_of(z: Any, numbers: Numbers) -> list[Level]:
     """The levels of z, its own first."""
     levels: list[Level] = []
+    rounded: list[Any] = []
     node, outer, inner, tanh, cut = z, 1.0, 1.0, None, None
     columns = value(z).shape[-1]
 
     def level() -> Level:
         if tanh is None:
-            return Level(node, outer, 0.0, None, cut)
-        return Level(node, outer * inner, 1.0 / inner, tanh, cut)
+            return Level(node, outer, 0.0, None, cut, tuple(rounded))
+        return Level(node, outer * inner, 1.0 / inner, tanh, cut, tuple(rounded))
 
     while True:
         node = numbers.of(node)
         source: Any = node.args[0] if node.args else None
         by = _by_number(node) if node.op == "call_function" else None
+        factor = None
         if by is not None:
             source, factor = by
-            outer, inner = (outer * factor, inner) if tanh is None else (outer, inner * factor)
         elif node.target is aten.tanh.default and tanh is None:
-            tanh = node
+            pass
         elif node.target is aten.slice.Tensor:
             rank = value(node).dim()
             if (node.args[1] if len(node.args) > 1 else 0) % rank == rank - 1:
@@ -98,17 +115,43 @@ def levels_of(z: Any, numbers: Numbers) -> list[Level]:
                 break
         elif node.target is not prims.convert_element_type.default:
             break
-        if value(source).dtype not in NARROW:
-            break
+        dtypes = value(node).dtype, value(source).dtype
+        if not set(dtypes) <= set(NARROW) or (dtypes[0] == torch.float16 and len(set(dtypes)) > 1):
+            break  # fp16 has no room for all of the others
+        if node.target is aten.tanh.default:
+            tanh = node
+        elif factor is not None:
+            outer, inner = (outer * factor, inner) if tanh is None else (outer, inner * factor)
+        if _rounds(node, source, factor):
+            rounded.append(node)
         node = source
     return [*levels, level()]
+
+
+def check_rounding(graph: Any, numbers: Numbers, level: Level) -> None:
+    """Raise where somebody sees that logits are rounded to 16 bits on their way from ``level``.
+
+    Inductor's code leaves that rounding out, as an operation that reads the base does, for as long
+    as what is rounded is not stored: then there is one version of the logits.
+    """
+    rounded = set(map(numbers.of, level.rounded))
+    if rounded and compat.rounds_in_between():
+        raise NoForm("its logits are rounded on the way")
+    stack = [node for node in graph.nodes if numbers.of(node) in rounded]
+    while stack:
+        for user in stack.pop().users:
+            if user.target in VIEWS or user.target is aten.slice.Tensor:
+                stack.append(user)
+            elif not (matching.is_pointwise(user) or user.target in _INLINING):
+                raise NoForm(f"its logits are rounded on the way, where {user} reads them")
 
 
 def key_of(levels: list[Level], numbers: Numbers) -> Any:
     """Equal for logits that are computed alike, in whatever shape and steps."""
     last = levels[-1]
     cuts = [(tuple(map(str, value(low.cut.args[0]).shape)), bounds(low.cut)) for low in levels[1:]]
-    return numbers.of(last.base), last.scale, last.softcap, tuple(cuts)
+    rounded = tuple(map(numbers.of, last.rounded))
+    return numbers.of(last.base), last.scale, last.softcap, tuple(cuts), rounded
 
 
 def bounds(node: Any, of: Any = None) -> tuple[Any, ...]:
@@ -299,7 +342,8 @@ class RowValues:
     # --- equal values -----------------------------------------------------------------------------
 
     def same_rows(self, a: Any, b: Any, depth: int = 0) -> bool:
-        """Whether two values of rows are equal, whatever their shapes: computed alike."""
+        """Whether two values of as many rows are equal in order, whatever their shapes: computed
+        alike."""
         a, b = self._bare(a), self._bare(b)
         if self.numbers.of(a) is self.numbers.of(b):
             return True
@@ -310,12 +354,24 @@ class RowValues:
             return False
         if len(a.args) != len(b.args) or a.kwargs != b.kwargs:
             return False
-        return all(
-            self.same_rows(x, y, depth + 1)
-            if isinstance(x, torch.fx.Node) and isinstance(y, torch.fx.Node)
-            else type(x) is type(y) and x == y
-            for x, y in zip(a.args, b.args, strict=True)
-        )
+        same_shapes = same_shape(value(a).shape, value(b).shape)
+        for x, y in zip(a.args, b.args, strict=True):
+            if not isinstance(x, torch.fx.Node) or not isinstance(y, torch.fx.Node):
+                same = type(x) is type(y) and x == y
+            elif self._in_order(x, a) and self._in_order(y, b):
+                same = self.same_rows(x, y, depth + 1)
+            else:  # what is repeated counts where it is
+                same = same_shapes and self.numbers.of(x) is self.numbers.of(y)
+            if not same:
+                return False
+        return True
+
+    def _in_order(self, operand: Any, result: Any) -> bool:
+        """Whether an operand is one number, or has an entry for each of the result's, in order."""
+        tensor = value(operand)
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        return same_size(tensor.numel(), 1) or equal(tensor.numel(), value(result).numel())
 
     def _bare(self, node: Any) -> Any:
         while node.target in VIEWS or (
@@ -344,6 +400,27 @@ def reached(roots: Iterable[Any]) -> set[Any]:
 
 def _equal_rows(a: Any, b: Any) -> bool:
     return all(equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def counts(node: Any, along: int, size: Any) -> bool:
+    """Whether a node is 0, 1, ... along a dimension, and has no other."""
+    shape = list(value(node).shape)
+    if not shape or not same_size(shape.pop(along), size):
+        return False
+    while (
+        node.target in VIEWS
+        or node.target is aten.expand.default
+        or (node.target is prims.convert_element_type.default and value(node).dtype in WHOLE)
+    ):
+        node = node.args[0]
+    return (
+        node.target is prims.iota.default
+        and value(node).dtype in WHOLE
+        and all(same_size(s, 1) for s in shape)
+        and same_size(value(node).shape[0], size)
+        and node.kwargs.get("start", 0) == 0
+        and node.kwargs.get("step", 1) == 1
+    )
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:

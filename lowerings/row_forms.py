@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings.softmax import STATISTICS, settle
-from inductor_ext.lowerings.softmax_cores import Core, constant, cores, remembered, uncast
+from inductor_ext.lowerings.softmax_cores import (
+    Core,
+    constant,
+    cores,
+    keeps_value,
+    remembered,
+    uncast,
+)
 
 from inductor_ext import compat
 from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
@@ -221,7 +228,7 @@ class Forms:
             by = args[1] if not isinstance(args[1], torch.fx.Node) else self._float(args[1])
             return {key: self._over(c, by) for key, c in form(args[0]).items()}
         if target is prims.convert_element_type.default:
-            return self._converted(args[0], form)
+            return self._converted(node, form)
         if target is aten.expand.default:
             same = same_size(value(args[0]).shape[-1], value(node).shape[-1])
             return form(args[0]) if self.dim == len(self.shape) - 1 and same else None
@@ -340,14 +347,12 @@ class Forms:
         return self.editor.call(prims.convert_element_type.default, factor.node, torch.float32)
 
     def _converted(self, node: Any, form: Callable[[Any], Form]) -> Form | None:
-        tensor = value(node)
-        if tensor.dtype == torch.bool:
-            one_hot = self._compared(node)
+        source = node.args[0]
+        if value(source).dtype == torch.bool:
+            one_hot = self._compared(source)
             return None if one_hot is None else {Key((one_hot,)): 1}
         # Rounding in between is left out: Inductor leaves it out as well.
-        if tensor.dtype == torch.float64 or not tensor.is_floating_point():
-            return None
-        return form(node)
+        return form(source) if keeps_value(node) else None
 
     def _where(self, condition: Any, yes: Any, no: Any, form: Callable[[Any], Form]) -> Form | None:
         if self.is_row(condition):

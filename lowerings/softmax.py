@@ -22,6 +22,7 @@ from inductor_ext.lowerings.loss_rows import (
     Level,
     NoForm,
     RowValues,
+    check_rounding,
     is_contiguous,
     key_of,
     levels_of,
@@ -33,6 +34,7 @@ from inductor_ext.lowerings.softmax_cores import (
     Core,
     cores,
     is_long,
+    lies_in_memory,
     put_pair,
     reduced,
     remember,
@@ -53,32 +55,13 @@ STATISTICS = _joint.row_statistics._opoverload
 # Fewer bytes of logits are swept twice in less time than a launch out of Python takes, which more
 # hide behind the card.
 LEAST_BYTES = 2**27
-_PRODUCTS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.convolution.default,
-    aten._scaled_mm.default,
-}
-
-
-def _lies_in_memory(node: Any) -> bool:
-    """Whether a value is written to memory whoever reads it: no code that could fuse makes it."""
-    if node.target is operator.getitem:
-        node = node.args[0]
-    if node.op != "call_function":
-        return node.op in ("placeholder", "get_attr")
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target in _PRODUCTS or compat.is_extern(node.target)
 
 
 def _numel(tensor: torch.Tensor) -> int:
     return math.prod(compat.hint(compat.expr(s)) for s in tensor.shape)
 
 
-def _check(group: list[Core], numbers: Numbers) -> None:
+def _check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     """Raise where the softmaxes are no site."""
     x, dim = group[0].x, group[0].dim
     reason = why_not(x, dim)
@@ -95,16 +78,16 @@ def _check(group: list[Core], numbers: Numbers) -> None:
             user.args[1] == 1 and user.users for user in core.peak.args[0].users
         ):
             raise NoForm("its argmax needs a sweep as well")
-    _check_levels(x, levels_of(x, numbers))
+    levels = levels_of(x, numbers)
+    _check_levels(x, levels)
+    check_rounding(graph, numbers, levels[-1])
 
 
 def _check_levels(x: Any, levels: list[Level]) -> None:
     base, scale = levels[-1].base, levels[-1].scale
     if not (0 < scale < math.inf and levels[-1].softcap >= 0):
         raise NoForm("its scale is not positive")
-    if (scale != 1 or levels[-1].softcap) and compat.rounds_in_between():
-        raise NoForm("Inductor is told to round its scaled logits")
-    if not _lies_in_memory(base):
+    if not lies_in_memory(base):
         raise NoForm("its logits are computed where they are read")
     tensor = value(base)
     if not (is_contiguous(tensor) or (tensor.dim() == 2 and tensor.stride(1) == 1)):
@@ -251,7 +234,7 @@ def rewrite(graph: Any) -> None:
     for group in _groups(graph, numbers):
         here, softmaxes = group[0].site(), len({numbers.of(core.total) for core in group})
         try:
-            _check(group, numbers)
+            _check(graph, numbers, group)
             _check_sweeps(graph, numbers, group)
             _emit(graph, numbers, group)
         except NoForm as reason:

@@ -19,6 +19,15 @@ from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten._scaled_mm.default,
+}
 MEANS = {aten.mean.dim, aten.mean.default}
 SUMS = {aten.sum.dim_IntList, aten.sum.default, *MEANS}
 LONG = 1024  # up to here Inductor keeps a row in registers
@@ -65,13 +74,31 @@ def site(x: Any, dim: int, what: str = "softmax", dtype: torch.dtype | None = No
 
 def uncast(node: Any) -> Any:
     """What a chain of conversions between floating-point types begins at."""
-    while (
-        isinstance(node, torch.fx.Node)
-        and node.target is prims.convert_element_type.default
-        and value(node.args[0]).is_floating_point()
-    ):
+    while isinstance(node, torch.fx.Node) and keeps_value(node):
         node = node.args[0]
     return node
+
+
+def keeps_value(node: Any) -> bool:
+    """Whether a node is a conversion between floating-point types, the same but for rounding."""
+    return (
+        node.target is prims.convert_element_type.default
+        and value(node).dtype in NARROW
+        and value(node.args[0]).dtype in NARROW
+    )
+
+
+def lies_in_memory(node: Any) -> bool:
+    """Whether a value is written to memory whoever reads it: no code that could fuse makes it."""
+    if node.target is operator.getitem:
+        node = node.args[0]
+    if node.op != "call_function":
+        return node.op in ("placeholder", "get_attr")
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target is aten.convolution.default and node.args[2] is not None:
+        return False  # Inductor adds the bias where the result is read
+    return node.target in PRODUCTS or compat.is_extern(node.target)
 
 
 def row_shape(x: Any, dim: int) -> list[Any]:
@@ -259,7 +286,7 @@ def why_not(x: Any, dim: int) -> str | None:
     tensor = value(x)
     if not compat.writes_triton(tensor.device):
         return "not Triton code for CUDA"
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if tensor.dtype not in NARROW:
         return f"computed in {tensor.dtype}; fp32, bf16 or fp16 are handled"
     if compat.has_unbacked([compat.expr(s) for s in tensor.shape]):
         return "a size depends on data"

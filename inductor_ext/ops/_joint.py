@@ -35,8 +35,8 @@ _ANY_STRIDES = (torch.Tag.flexible_layout,)
 def rows_and_gradient(
     x: Tensor, target: Tensor, a0: Tensor, a1: Tensor | None, b: Tensor, c: Tensor | None,
     scale: float, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(peak, total, below, dx) of logits x [N, V].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(peak, total, below, picked, dx) of logits x [N, V].
 
     Args:
         x: bf16, fp16 or fp32 for the kernels, any strides; fp64 and CPU tensors are composed of
@@ -46,23 +46,23 @@ def rows_and_gradient(
         scale: positive. softcap: positive, or 0 for none.
 
     Returns peak [N] = max_j z_j, total [N] = sum_j exp(z_j - peak), below [N] = sum_j (z_j - peak)
-    (no elements without c, as only then a loss holds that sum), fp32 (fp64 for fp64), and dx
-    [N, V] in x's dtype, with x's strides where its rows are padded a little, else contiguous.
+    (no elements without c, as only then a loss holds that sum), picked [N], z at the target and 0
+    where there is none, fp32 (fp64 for fp64), and dx [N, V] in x's dtype, with x's strides where
+    its rows are padded a little, else contiguous.
     Infinities and NaN are in all of them as torch has them, but the dx of a row whose factors are
     all 0 is 0. Deterministic. Raises ValueError or TypeError for what does not fit.
     """
     _check(x.shape, x.dtype, target, (a0, a1, b, c), scale, softcap)
-    peak, total, below, _, dx = _of_rows(x, target, a0, a1, b, c, scale, softcap)
-    return peak, total, below, dx
+    return _of_rows(x, target, a0, a1, b, c, scale, softcap)
 
 
 @rows_and_gradient.register_fake
 def _(
     x: Tensor, target: Tensor, a0: Tensor, a1: Tensor | None, b: Tensor, c: Tensor | None,
     scale: float, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check(x.shape, x.dtype, target, (a0, a1, b, c), scale, softcap)
-    return *_like_statistics(a0, c), launch.like_rows(x)
+    return *_like_statistics(a0, c), torch.empty_like(a0), launch.like_rows(x)
 
 
 @torch.library.custom_op("inductor_ext::row_statistics", mutates_args=(), tags=_ANY_STRIDES)
@@ -109,7 +109,9 @@ def scaled_gradient(made: Tensor, g: Tensor) -> Tensor:
     """``made g``, in made's dtype and new memory, for a gradient made for g = 1; g has one element.
 
     Computed in fp32 (fp64 for fp64) and rounded once: bit for bit ``made`` where g is 1. Compiled
-    it is ``lowerings.scaled_gradient``, which works in place where nobody can see that.
+    it is ``lowerings.scaled_gradient``, which works in place where nobody can see that. For a g
+    that is infinite or NaN, entries of made that are 0 become NaN: also those of ignored rows,
+    where torch has 0.
     """
     _check_scale(made, g)
     if _scales(made) and (made.is_contiguous() or (made.dim() == 2 and made.stride(1) == 1)):
@@ -170,10 +172,10 @@ def linear_rows_and_gradient(
         memory: bytes for the logits of a chunk and, with several, w's gradient in fp32; see
             ``linear_cross_entropy``.
 
-    Returns besides the statistics of ``rows_and_gradient`` picked [N], z at the target and 0 where
-    there is none, and the gradients for g = 1 in the dtypes of h, w and bias; the logits' gradient
-    is rounded to h's dtype on the way, dw and db are added up in fp32. Deterministic as far as the
-    library's matrix products are. Raises ValueError or TypeError for what does not fit.
+    Returns the statistics of ``rows_and_gradient``, and the gradients for g = 1 in the dtypes of h,
+    w and bias; the logits' gradient is rounded to h's dtype on the way, dw and db are added up in
+    fp32. Deterministic as far as the library's matrix products are. Raises ValueError or TypeError
+    for what does not fit.
     """
     _check((h.shape[0], w.shape[0]), h.dtype, target, (a0, a1, b, c), scale, softcap)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -426,7 +427,6 @@ def test_what_is_called_and_what_is_inlined():
     assert compat.is_extern(aten._scaled_dot_product_flash_attention.default)
     assert not compat.is_extern(aten.exp.default)
     assert compat.reads_inlined() > 1
-    assert compat.rounds_in_between() is False
 
 
 def test_what_the_partitioner_is_told():
@@ -465,6 +465,33 @@ def test_nodes_of_a_joint_graph():
     partitioners = importlib.import_module("torch._functorch.partitioners")
     assert "tangents" in inspect.getsource(partitioners._is_tangent)
     assert compat.tensor_meta(torch.zeros(2, 3)).shape == (2, 3)
+
+
+def test_which_result_a_gradient_is_of():
+    seen = []
+
+    def partition(joint, inputs, **kwargs):
+        graph = joint.graph
+        tangents = [n for n in graph.nodes if compat.is_tangent(n)]
+        names = [[n.target for n in compat.differentiated(graph, t)] for t in tangents]
+        seen.append((names, compat.differentiated(graph, next(iter(graph.nodes)))))
+        return default_partition(joint, inputs, **kwargs)
+
+    def fn(x):
+        return x.sin().detach(), x.cos(), x.exp()
+
+    args = torch.randn(3, requires_grad=True)
+    aot_function(fn, lambda g, _: make_boxed_func(g), partition_fn=partition)(args)
+    aten = torch.ops.aten
+    assert seen == [([[aten.cos.default], [aten.exp.default]], [])]
+
+
+def test_whether_roundings_are_kept():
+    from torch._inductor import config
+
+    assert compat.rounds_in_between() is False
+    with config.patch(emulate_precision_casts=True):
+        assert compat.rounds_in_between() is True
 
 
 def test_whether_a_backward_frees_its_graph():

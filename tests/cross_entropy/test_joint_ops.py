@@ -59,7 +59,7 @@ def factors(target, columns, smoothing=0.0, z_loss=0.0, unlike=False, **_):
 
 
 def truth(x, target, a0, a1, b, c, scale, softcap):
-    """(peak, total, below, dx) by autograd, of a loss whose gradient has these factors."""
+    """(peak, total, below, picked, dx) by autograd, of a loss whose gradient has these factors."""
     a0, a1, b, c = (
         torch.zeros_like(x[:, 0]) if f is None else f.to(x.dtype) for f in (a0, a1, b, c)
     )
@@ -76,7 +76,7 @@ def truth(x, target, a0, a1, b, c, scale, softcap):
     used = (a0 != 0) | (a1 != 0) | (b != 0) | (c != 0)
     (dx,) = torch.autograd.grad(torch.where(used, loss, 0.0).sum(), x)
     shifted = z - peak[:, None]
-    rows = peak, shifted.exp().sum(1), shifted.sum(1)
+    rows = peak, shifted.exp().sum(1), shifted.sum(1), torch.where(there, own, 0.0)
     return *(t.detach() for t in rows), torch.where(used[:, None], dx, 0.0)
 
 
@@ -84,7 +84,7 @@ def judge(found, x, target, given, scale=1.0, softcap=0.0):
     reference = truth(x.double(), target, *given, scale, softcap)
     baseline = truth(x.float(), target, *given, scale, softcap)
     for name, mine, right, eager in zip(
-        ("peak", "total", "below", "dx"), found, reference, baseline, strict=True
+        ("peak", "total", "below", "picked", "dx"), found, reference, baseline, strict=True
     ):
         if name == "below" and given[3] is None:
             assert mine.numel() == 0
@@ -112,7 +112,7 @@ def test_odd_sizes(compute, columns, dtype):
     x, target = draw(columns=columns, dtype=dtype)
     given = factors(target, columns, **LOSSES["everything"])
     found = compute(x, target, *given, 1.5, 8.0)
-    assert found[3].dtype == dtype and found[0].dtype == FP32
+    assert found[-1].dtype == dtype and found[0].dtype == FP32
     judge(found, x, target, given, 1.5, 8.0)
 
 
@@ -126,7 +126,7 @@ def test_layouts_and_targets(compute):
         given = factors(target, x.shape[1], **LOSSES["smoothing"])
         found = compute(x, twice[:, 0], *given, 1.0, 0.0)
         judge(found, x, target, given)
-        assert found[3].stride() == ((900, 1) if x is padded else (x.shape[1], 1))
+        assert found[-1].stride() == ((900, 1) if x is padded else (x.shape[1], 1))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -134,7 +134,7 @@ def test_rows_without_factors_may_hold_anything(compute, bad):
     x, target = draw()
     x[2, 5:7] = bad  # row 2 has no target
     given = factors(target, 997, **LOSSES["smoothing"])
-    peak, total, below, dx = compute(x, target, *given, 1.0, 0.0)
+    peak, total, below, _, dx = compute(x, target, *given, 1.0, 0.0)
     assert torch.equal(dx[2], torch.zeros(997)) and dx.isfinite().all()
     assert dx[0].abs().sum() > 0
     shifted = x - x.amax(1, keepdim=True)
@@ -147,12 +147,12 @@ def test_rows_with_factors_are_as_torch_has_them(compute, bad):
     x, target = draw()
     x[0, 7], x[1, :], x[3, target[3]] = bad, bad, bad
     given = factors(target, 997, z_loss=1e-2)
-    peak, total, _, dx = compute(x, target, *given, 1.0, 0.0)
+    peak, total, _, _, dx = compute(x, target, *given, 1.0, 0.0)
     expected = truth(x.double(), target, *given, 1.0, 0.0)
     for mine, theirs in (
         (peak, expected[0]),
         (total, expected[1]),
-        (dx[[0, 2, 4]], expected[3][[0, 2, 4]]),
+        (dx[[0, 2, 4]], expected[-1][[0, 2, 4]]),
     ):
         torch.testing.assert_close(mine.double(), theirs, equal_nan=True, rtol=1e-5, atol=1e-7)
     assert not dx[1].isfinite().any()
@@ -171,7 +171,7 @@ def test_a_confident_row_keeps_its_gradient(compute):
     target = torch.tensor([7, 0, 299])
     x[torch.arange(3), target] = torch.tensor([30.0, 60.0, 1e8])
     given = factors(target, 300)
-    dx = compute(x, target, *given, 1.0, 0.0)[3]
+    dx = compute(x, target, *given, 1.0, 0.0)[-1]
     z = x.double()
     others = z.scatter(1, target[:, None], -math.inf).logsumexp(1)
     own = z.gather(1, target[:, None])[:, 0]
@@ -185,11 +185,11 @@ def test_over_the_logits_themselves(on_cpu, with_tile):
         x, target = draw(columns=403)
         given, own = factors(target, 403, **LOSSES["smoothing"]), x.clone()
         with on_cpu(), with_tile(tile):
-            peak, total, below, _, dx = launch.rows_and_gradient(
+            *rows, dx = launch.rows_and_gradient(
                 own, target, *given[:1], None, *given[2:], 1.0, 0.0, dx=own
             )
         assert dx is own
-        judge((peak, total, below, dx), x, target, given)
+        judge((*rows, dx), x, target, given)
 
 
 # --- with the product that makes the logits -------------------------------------------------------
@@ -220,9 +220,7 @@ def test_linear(loss, wanted, way, chunks, on_cpu, with_tile, monkeypatch):
             found = _joint.linear_rows_and_gradient(*args)
     h, w = h.double(), w.double()
     z = h @ w.t() + (0.0 if bias is None else bias.double())
-    peak, total, below, dx = truth(z, target, *given, scale, softcap)
-    z = scale * (softcap * torch.tanh(z / softcap) if softcap else z)
-    picked = torch.where(target >= 0, z.gather(1, target.clamp(0)[:, None])[:, 0], 0.0)
+    peak, total, below, picked, dx = truth(z, target, *given, scale, softcap)
     below = below if given[3] is not None else below[:0]
     gradients = [t if want else t.new_empty(0) for t, want in
                  zip((dx @ w, dx.t() @ h, dx.sum(0)), wanted, strict=True)]  # fmt: skip
@@ -243,8 +241,8 @@ def test_linear_in_16_bits_is_summed_in_fp32(on_cpu, with_tile, monkeypatch):
         )
     assert db.numel() == 0
     wide_h, wide_w = h.double(), w.double()
-    dx = truth(wide_h @ wide_w.t(), target, *given, 1.0, 0.0)[3]
-    eager = truth((h @ w.t()).float(), target, *given, 1.0, 0.0)[3].bfloat16()
+    dx = truth(wide_h @ wide_w.t(), target, *given, 1.0, 0.0)[-1]
+    eager = truth((h @ w.t()).float(), target, *given, 1.0, 0.0)[-1].bfloat16()
     pairs = ((dh, dx @ wide_w, eager @ w), (dw, dx.t() @ wide_h, eager.t() @ h))
     for mine, reference, baseline in pairs:
         verdict = measure.check(mine, reference, baseline)
@@ -274,7 +272,7 @@ def test_any_number_of_rows():
     def fn(h, w, target, a, b):
         x = h @ w.t()
         ops = torch.ops.inductor_ext
-        peak, total, _, dx = ops.rows_and_gradient(x, target, a, None, b, None, 1.0, 0.0)
+        peak, total, *_, dx = ops.rows_and_gradient(x, target, a, None, b, None, 1.0, 0.0)
         made = ops.linear_rows_and_gradient(
             h, w, None, target, a, None, b, a, [True, True, False], 100, 1.0, 0.0
         )

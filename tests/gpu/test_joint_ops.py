@@ -98,7 +98,7 @@ def test_rows_may_hold_anything(rows, bad):
     x, target = draw(rows, 5003)
     x[1, 5:7], x[2, :], x[3, 5000] = bad, bad, bad  # row 1 has no factors
     given = factors(target, 5003, smoothing=0.1)
-    *rows_of, dx = _joint.rows_and_gradient(x, target, *given, 1.0, 0.0)
+    *rows_of, _, dx = _joint.rows_and_gradient(x, target, *given, 1.0, 0.0)
     assert not dx[1].any() and dx[4:].isfinite().all() and dx[0].any()
     for found in (rows_of, _joint.row_statistics(x, True, 1.0, 0.0)):
         for mine, theirs in zip(found, _joint._statistics(x.float()), strict=True):
@@ -134,7 +134,7 @@ class _LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, target, a, b):
-        peak, total, _, made = torch.ops.inductor_ext.rows_and_gradient.default(
+        peak, total, *_, made = torch.ops.inductor_ext.rows_and_gradient.default(
             x, target, a, None, b, None, 1.0, 0.0
         )
         ctx.save_for_backward(made)
