@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import compat, config
+from . import compat, compat_fx, config
 
 # What a new node inherits from the node it stands for: where it came from, for names and traces.
 _ORIGIN = ("original_aten", "stack_trace", "seq_nr", "from_node", "source_fn_stack")
@@ -46,10 +46,10 @@ class Numbers:
         if node.target is torch.ops.aten.alias.default:
             return self.of(node.args[0])
         first = self._first.get(node)
-        if first is None or compat.is_erased(first):
+        if first is None or compat_fx.is_erased(first):
             key = self._key(node)
             first = node if key is None else self._seen.get(key)
-            if first is None or compat.is_erased(first):
+            if first is None or compat_fx.is_erased(first):
                 first = self._seen[key] = node
             self._first[node] = first
         return first
@@ -105,7 +105,7 @@ class Editor:
             if result is not None:  # an assertion has no value, and torch's partitioner no size
                 node.meta["val"] = result
             if isinstance(result, torch.Tensor):
-                node.meta["tensor_meta"] = compat.tensor_meta(result)
+                node.meta["tensor_meta"] = compat_fx.tensor_meta(result)
             self._known[key] = node
             self.made.append(node)
         return self._known[key]
@@ -123,7 +123,7 @@ class Editor:
     def undo(self) -> None:
         """Erase the nodes made that nothing uses, also those that only assert."""
         for node in reversed(self.made):
-            if not compat.is_erased(node) and not node.users:
+            if not compat_fx.is_erased(node) and not node.users:
                 self.graph.erase_node(node)
         self.made, self._known = [], {}
 
@@ -141,12 +141,12 @@ def erase_unused(graph: Any, nodes: Iterable[Any]) -> list[Any]:
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if compat.is_erased(node) or node.users or not is_pure(node):
+        if compat_fx.is_erased(node) or node.users or not is_pure(node):
             continue
         sources = node.all_input_nodes
         graph.erase_node(node)
         stack.extend(sources)
-    return [n for n in nodes if not compat.is_erased(n)]
+    return [n for n in nodes if not compat_fx.is_erased(n)]
 
 
 def check(graph: Any) -> None:

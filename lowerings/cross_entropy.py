@@ -29,7 +29,7 @@ from inductor_ext.lowerings.softmax_cores import (
     why_not,
 )
 
-from inductor_ext import choosing, compat, editing, matching, registry, report
+from inductor_ext import choosing, compat_fx, editing, matching, registry, report
 from inductor_ext.editing import same_shape, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -111,7 +111,7 @@ def _sweeps_memory(node: Any, rows: Rows, compared: set[Any]) -> bool:
             read += 1
     form = rows.form(node)
     one_hot = all(len(k.factors) == 1 and isinstance(k.factors[0], OneHot) for k in form)
-    return not one_hot or read > compat.reads_inlined()
+    return not one_hot or read > compat_fx.reads_inlined()
 
 
 def _look_at(node: Any, rows: Rows, compared: set[Any]) -> None:

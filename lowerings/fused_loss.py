@@ -31,7 +31,7 @@ from inductor_ext.lowerings.loss_rows import (
 from inductor_ext.lowerings.scaled_gradient import SCALED, lower_scaled
 from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, lies_in_memory, site, why_not
 
-from inductor_ext import choosing, compat, editing, registry, report
+from inductor_ext import choosing, compat_fx, editing, registry, report
 from inductor_ext.editing import value
 
 aten = torch.ops.aten
@@ -57,9 +57,9 @@ def _check_logits(group: list[Core]) -> None:
     reason = why_not(x, dim)
     if reason is not None:
         raise NoForm(reason)
-    if compat.has_memory_budget():
+    if compat_fx.has_memory_budget():
         raise NoForm("to keep to its memory budget, the backward might compute it again")
-    if any(compat.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
+    if any(compat_fx.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
         raise NoForm("activation checkpointing computes it again in the backward")
 
 
@@ -69,7 +69,7 @@ def _check_gradient(gradient: Gradient, numbers: editing.Numbers) -> None:
     check_rounding(forms.graph, numbers, forms.levels[gradient.level])
     if value(gradient.x).dtype == torch.float16:
         raise NoForm("an fp16 gradient may underflow before the scale of the loss reaches it")
-    if compat.may_be_recomputed(gradient.x):
+    if compat_fx.may_be_recomputed(gradient.x):
         raise NoForm("activation checkpointing computes its logits again in the backward")
 
 
@@ -109,7 +109,7 @@ def _rewrite(
     graph: Any, name: str, emit: Callable[[Gradient, editing.Numbers], None], chosen: str, why: str
 ) -> None:
     """Rewrite the losses of a joint graph, or report why one is left."""
-    tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
+    tangents = [node for node in graph.find_nodes(op="placeholder") if compat_fx.is_tangent(node)]
     if not tangents or not graph.find_nodes(op="call_function", target=aten.exp.default):
         return
     numbers, of_tangent = editing.Numbers(graph), reached(tangents)

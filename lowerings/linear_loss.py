@@ -13,7 +13,7 @@ import torch
 from inductor_ext.lowerings import loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
 
-from inductor_ext import compat
+from inductor_ext import compat_fx
 from inductor_ext.editing import Numbers, same_shape, value
 from inductor_ext.ops._linear_chunks import MEMORY
 
@@ -98,7 +98,7 @@ def match(gradient: Gradient, numbers: Numbers) -> Linear:
             linear.db.append(user)
         else:
             raise NoForm(f"{user} reads the gradient of the logits")
-    if any(map(compat.may_be_recomputed, (*linear.dh, *linear.dw, *linear.dw_t))):
+    if any(map(compat_fx.may_be_recomputed, (*linear.dh, *linear.dw, *linear.dw_t))):
         raise NoForm("activation checkpointing has a say in its gradient")
     return linear
 

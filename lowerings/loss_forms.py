@@ -44,7 +44,7 @@ from inductor_ext.lowerings.softmax_cores import (
     reduced,
 )
 
-from inductor_ext import compat
+from inductor_ext import compat_fx
 from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -156,7 +156,7 @@ class Forms(RowValues):
             return {Term(m=1): 1}
         if first in self.totals:
             return {Term(s=1): 1}
-        if compat.is_tangent(node):
+        if compat_fx.is_tangent(node):
             raise NoForm("the gradient that comes in is not one number")
         if kind != "whole" and self.is_known(node):
             return {Term(): self.factor(node)}

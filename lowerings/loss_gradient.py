@@ -31,7 +31,7 @@ from inductor_ext.lowerings.loss_forms import (
 from inductor_ext.lowerings.loss_rows import VIEWS, NoForm, is_contiguous
 from inductor_ext.lowerings.softmax_cores import PRODUCTS, Core, put_pair, replaced, row_shape
 
-from inductor_ext import compat, editing, matching
+from inductor_ext import compat_fx, editing, matching
 from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten = torch.ops.aten
@@ -199,7 +199,7 @@ def _look_at_forward(gradient: Gradient, whole: list[Any]) -> None:
     digits, and infinities.
     """
     forms = gradient.forms
-    of_loss = _needed(compat.differentiated(forms.graph, forms.tangent))
+    of_loss = _needed(compat_fx.differentiated(forms.graph, forms.tangent))
     totals = {core.total for core in forms.group}
     for node in sorted({user for source in whole for user in source.users}):
         made = node in forms.of_tangent or node in totals or not node.users

@@ -18,7 +18,7 @@ import torch
 from inductor_ext.lowerings.softmax_cores import NARROW, SUMS, constant
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from inductor_ext import compat, matching
+from inductor_ext import compat, compat_fx, matching
 from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -135,7 +135,7 @@ def check_rounding(graph: Any, numbers: Numbers, level: Level) -> None:
     as what is rounded is not stored: then there is one version of the logits.
     """
     rounded = set(map(numbers.of, level.rounded))
-    if rounded and compat.rounds_in_between():
+    if rounded and compat_fx.rounds_in_between():
         raise NoForm("its logits are rounded on the way")
     stack = [node for node in graph.nodes if numbers.of(node) in rounded]
     while stack:

@@ -27,7 +27,7 @@ from inductor_ext.lowerings.softmax_cores import (
     uncast,
 )
 
-from inductor_ext import compat
+from inductor_ext import compat_fx
 from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -129,7 +129,7 @@ class Forms:
             )
             self._depends[node] = (
                 reduces or any(r for r, _ in sources),
-                compat.is_tangent(node) or any(t for _, t in sources),
+                compat_fx.is_tangent(node) or any(t for _, t in sources),
             )
         return self._depends[node]
 
@@ -250,7 +250,7 @@ class Forms:
                 return None
             x = x.args[0]
         pair = self.pairs.get(self.numbers.of(x)) if isinstance(x, torch.fx.Node) else None
-        if pair is None or any(map(compat.is_erased, pair)):
+        if pair is None or any(map(compat_fx.is_erased, pair)):
             return None
         (peak, total), first = pair, True
         shift: Any = peak

@@ -45,7 +45,7 @@ from inductor_ext.lowerings.softmax_cores import (
     why_not,
 )
 
-from inductor_ext import choosing, compat, editing, matching, registry, report
+from inductor_ext import choosing, compat, compat_fx, editing, matching, registry, report
 from inductor_ext.editing import Editor, Numbers, same_shape, value
 from inductor_ext.ops import _joint
 
@@ -71,7 +71,7 @@ def _check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
         raise NoForm("a C++ wrapper can't hold an operation in Python")
     if dim != value(x).dim() - 1:
         raise NoForm("the classes are not the last dimension")
-    if any(compat.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
+    if any(compat_fx.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
         raise NoForm("activation checkpointing computes it again in the backward")
     for core in group:
         if core.peak.target is operator.getitem and any(
@@ -106,7 +106,7 @@ def _check_sweeps(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     folds = registry.is_enabled("cross_entropy")
     x = group[0].x
     totals = {core.total for core in cores(graph, numbers)}
-    tangents = [n for n in graph.find_nodes(op="placeholder") if compat.is_tangent(n)]
+    tangents = [n for n in graph.find_nodes(op="placeholder") if compat_fx.is_tangent(n)]
     made = reached([n for core in group for n in (core.peak, core.total)]) - reached(tangents)
     for node in made - totals:
         if (

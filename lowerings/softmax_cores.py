@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from inductor_ext import compat, matching
+from inductor_ext import compat, compat_fx, matching
 from inductor_ext.editing import Editor, Numbers, same_shape, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -98,7 +98,7 @@ def lies_in_memory(node: Any) -> bool:
         return False
     if node.target is aten.convolution.default and node.args[2] is not None:
         return False  # Inductor adds the bias where the result is read
-    return node.target in PRODUCTS or compat.is_extern(node.target)
+    return node.target in PRODUCTS or compat_fx.is_extern(node.target)
 
 
 def row_shape(x: Any, dim: int) -> list[Any]:
@@ -212,7 +212,7 @@ def remembered(graph: Any) -> Iterator[tuple[Any, Core]]:
     """(operation, core) of what ``remember`` noted and is still there."""
     for node in graph.nodes:
         for core in node.meta.get(_MADE, ()):
-            if not any(map(compat.is_erased, (core.x, core.peak, core.total))):
+            if not any(map(compat_fx.is_erased, (core.x, core.peak, core.total))):
                 yield node, core
 
 
@@ -221,7 +221,7 @@ def stored(row: Any, editor: Editor) -> Any:
     strides = value(row).stride()
     if not strides or not all(isinstance(s, int) for s in strides):
         return row
-    return editor.call(compat.into_memory(), row, list(strides))
+    return editor.call(compat_fx.into_memory(), row, list(strides))
 
 
 def store_rows(graph: Any, made: Iterable[Any]) -> None:
@@ -284,7 +284,7 @@ def is_long(x: Any, dim: int) -> bool:
 def why_not(x: Any, dim: int) -> str | None:
     """A reason to leave long rows to stock."""
     tensor = value(x)
-    if not compat.writes_triton(tensor.device):
+    if not compat_fx.writes_triton(tensor.device):
         return "not Triton code for CUDA"
     if tensor.dtype not in NARROW:
         return f"computed in {tensor.dtype}; fp32, bf16 or fp16 are handled"

@@ -15,7 +15,7 @@ from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_ext import compat, compat_ir
+from inductor_ext import compat, compat_fx, compat_ir
 
 pytestmark = pytest.mark.codegen  # a torch that moved a name must turn CI red
 
@@ -406,7 +406,7 @@ def test_importing_on_another_torch_names_the_range(fresh: Callable[..., Any]):
 
 def test_softmax_patterns_of_the_joint_graph():
     """The entry that lowerings on "early_joint" stand before; what makes softmaxes one sweep."""
-    entry = compat.scaled_softmax_patterns()
+    entry = compat_fx.scaled_softmax_patterns()
     joint = find("torch._inductor.fx_passes.joint_graph:pass_patterns")
     assert entry in joint and entry is not find("torch._inductor.fx_passes.joint_graph:patterns")
     functions = [p.handler.__name__ for ps in entry.patterns.values() for p in ps]
@@ -416,30 +416,30 @@ def test_softmax_patterns_of_the_joint_graph():
     from torch._inductor import config
 
     assert config.cuda_backend == "triton"
-    assert compat.writes_triton(torch.device("cuda"))
-    assert not compat.writes_triton(torch.device("cpu"))
+    assert compat_fx.writes_triton(torch.device("cuda"))
+    assert not compat_fx.writes_triton(torch.device("cpu"))
 
 
 def test_what_is_called_and_what_is_inlined():
     """``lowering.lowerings`` and ``fallbacks``; ``config.realize_reads_threshold``."""
     aten = torch.ops.aten
-    assert compat.is_extern(torch.ops.inductor_ext.row_statistics.default)
-    assert compat.is_extern(aten._scaled_dot_product_flash_attention.default)
-    assert not compat.is_extern(aten.exp.default)
-    assert compat.reads_inlined() > 1
+    assert compat_fx.is_extern(torch.ops.inductor_ext.row_statistics.default)
+    assert compat_fx.is_extern(aten._scaled_dot_product_flash_attention.default)
+    assert not compat_fx.is_extern(aten.exp.default)
+    assert compat_fx.reads_inlined() > 1
 
 
 def test_what_the_partitioner_is_told():
     """A tag on nodes of a joint graph, and the budget of memory."""
     node = torch.fx.Graph().placeholder("primals_1")
-    assert not compat.may_be_recomputed(node)
+    assert not compat_fx.may_be_recomputed(node)
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    assert compat.may_be_recomputed(node)
+    assert compat_fx.may_be_recomputed(node)
     partitioners = importlib.import_module("torch._functorch.partitioners")
     assert '"recompute"' in inspect.getsource(partitioners.must_recompute)
-    assert not compat.has_memory_budget()
+    assert not compat_fx.has_memory_budget()
     with functorch_config.patch(activation_memory_budget=0.5):
-        assert compat.has_memory_budget()
+        assert compat_fx.has_memory_budget()
 
 
 def test_traced_joint_is_right_behind_the_attention_patterns():
@@ -451,20 +451,20 @@ def test_traced_joint_is_right_behind_the_attention_patterns():
 
 def test_into_memory():
     x = torch.randn(3, 1)
-    assert torch.equal(compat.into_memory()(x, [1, 1]), x)
-    lowering = compat.lowering_of(compat.into_memory())
+    assert torch.equal(compat_fx.into_memory()(x, [1, 1]), x)
+    lowering = compat.lowering_of(compat_fx.into_memory())
     assert lowering is not None and "require_stride_order" in inspect.getsource(lowering)
 
 
 def test_nodes_of_a_joint_graph():
     graph = torch.fx.Graph()
     node, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
-    assert compat.is_tangent(tangent) and not compat.is_tangent(node)
+    assert compat_fx.is_tangent(tangent) and not compat_fx.is_tangent(node)
     graph.erase_node(tangent)
-    assert compat.is_erased(tangent) and not compat.is_erased(node)
+    assert compat_fx.is_erased(tangent) and not compat_fx.is_erased(node)
     partitioners = importlib.import_module("torch._functorch.partitioners")
     assert "tangents" in inspect.getsource(partitioners._is_tangent)
-    assert compat.tensor_meta(torch.zeros(2, 3)).shape == (2, 3)
+    assert compat_fx.tensor_meta(torch.zeros(2, 3)).shape == (2, 3)
 
 
 def test_which_result_a_gradient_is_of():
@@ -472,9 +472,9 @@ def test_which_result_a_gradient_is_of():
 
     def partition(joint, inputs, **kwargs):
         graph = joint.graph
-        tangents = [n for n in graph.nodes if compat.is_tangent(n)]
-        names = [[n.target for n in compat.differentiated(graph, t)] for t in tangents]
-        seen.append((names, compat.differentiated(graph, next(iter(graph.nodes)))))
+        tangents = [n for n in graph.nodes if compat_fx.is_tangent(n)]
+        names = [[n.target for n in compat_fx.differentiated(graph, t)] for t in tangents]
+        seen.append((names, compat_fx.differentiated(graph, next(iter(graph.nodes)))))
         return default_partition(joint, inputs, **kwargs)
 
     def fn(x):
@@ -489,9 +489,9 @@ def test_which_result_a_gradient_is_of():
 def test_whether_roundings_are_kept():
     from torch._inductor import config
 
-    assert compat.rounds_in_between() is False
+    assert compat_fx.rounds_in_between() is False
     with config.patch(emulate_precision_casts=True):
-        assert compat.rounds_in_between() is True
+        assert compat_fx.rounds_in_between() is True
 
 
 def test_whether_a_backward_frees_its_graph():

@@ -10,7 +10,7 @@ from inductor_ext.lowerings import softmax
 
 import inductor_ext
 from benchmarks.cross_entropy_variants import VARIANTS
-from inductor_ext import compat, registry
+from inductor_ext import compat_fx, registry
 from inductor_ext.testing import compile_for
 from inductor_ext.testing.generated import kernels_of
 
@@ -250,7 +250,7 @@ def test_the_passes_stand_before_what_hides_a_scaled_softmax():
     mine = [i for i, p in enumerate(entries) if is_ours(p)]
     assert [entries[i].lowering.name for i in mine] == ["softmax", "cross_entropy"]
     assert entries.index(joint_graph.patterns) < mine[0]
-    assert mine[-1] < entries.index(compat.scaled_softmax_patterns())
+    assert mine[-1] < entries.index(compat_fx.scaled_softmax_patterns())
 
 
 # --- symbolic sizes -------------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""Private names about fx graphs before they are lowered: where values come from, and what Inductor
+and AOTAutograd will make of a node."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def scaled_softmax_patterns() -> Any:
+    """The entry of the joint passes that rewrites softmax(scale * x)."""
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.pattern_matcher import PatternMatcherPass
+
+    stock = [p for p in joint_graph.pass_patterns if isinstance(p, PatternMatcherPass)]
+    return next(p for p in stock if p is not joint_graph.patterns)
+
+
+def writes_triton(device: torch.device) -> bool:
+    """Whether Inductor writes Triton code for this device."""
+    from torch._inductor import config
+
+    return bool(device.type == "cuda" and config.cuda_backend == "triton")
+
+
+def is_extern(op: Any) -> bool:
+    """Whether Inductor calls an operation instead of generating code for it."""
+    from torch._inductor import lowering
+
+    return op not in lowering.lowerings or op in lowering.fallbacks
+
+
+def reads_inlined() -> int:
+    """How many reads a pointwise computation may have that Inductor inlines into several uses."""
+    from torch._inductor import config
+
+    return int(config.realize_reads_threshold)
+
+
+def rounds_in_between() -> bool:
+    """Whether Inductor rounds what it does not store to the dtype that eager would store."""
+    from torch._inductor import config
+
+    return bool(config.emulate_precision_casts)
+
+
+def into_memory() -> Any:
+    """A prim for fx graphs, ``op(x, strides)``: x, computed into a buffer instead of inlined."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    return force_stride_order
+
+
+def is_tangent(node: Any) -> bool:
+    """Whether an fx node of a joint graph is a gradient that comes in."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def differentiated(graph: Any, tangent: Any) -> list[Any]:
+    """The results of a joint graph's forward that a gradient which comes in is the gradient of."""
+    desc, results = getattr(tangent.meta.get("desc"), "output", None), graph.output_node()
+    descs = results.meta.get("desc")
+    if desc is None or descs is None:
+        return []
+    pairs = zip(results.args[0], descs, strict=True)
+    return [n for n, of in pairs if of == desc and isinstance(n, torch.fx.Node)]
+
+
+def may_be_recomputed(node: Any) -> bool:
+    """Whether activation checkpointing has a say in when a node of a joint graph is computed."""
+    return node.meta.get("recompute") is not None
+
+
+def has_memory_budget() -> bool:
+    """Whether AOTAutograd may compute anything again in the backward to save memory."""
+    from torch._functorch import config
+
+    return config.activation_memory_budget < 1
+
+
+def is_erased(node: Any) -> bool:
+    """Whether an fx node was taken out of its graph."""
+    return bool(node._erased)
+
+
+def tensor_meta(tensor: torch.Tensor) -> Any:
+    """What passes read of a node's value besides the value."""
+    from torch.fx.passes.shape_prop import _extract_tensor_metadata
+
+    return _extract_tensor_metadata(tensor)
