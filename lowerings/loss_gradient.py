@@ -199,7 +199,8 @@ def _look_at_forward(gradient: Gradient, whole: list[Any]) -> None:
     digits, and infinities.
     """
     forms = gradient.forms
-    of_loss = _needed(compat_fx.differentiated(forms.graph, forms.tangent))
+    tangents = [node for node in _needed([gradient.g]) if compat_fx.is_tangent(node)]
+    of_loss = _needed(n for t in tangents for n in compat_fx.differentiated(forms.graph, t))
     totals = {core.total for core in forms.group}
     for node in sorted({user for source in whole for user in source.users}):
         made = node in forms.of_tangent or node in totals or not node.users
