@@ -186,15 +186,17 @@ def capped(x):
     [(divided, BF16, 30.0), (rounded, torch.float32, 60.3), (capped, BF16, 60.0)],
 )
 def test_rounded_logits_that_are_kept(make, dtype, most, others):
-    """The loss would be made of two versions of them."""
+    """The loss would be made of two versions of them: stock's code is left as it is."""
     y = targets()
-    x = confident(logits(dtype=dtype), y, most)
-    with registry.only(*others):
-        code = compile_for("h200", returned(make), x.requires_grad_(), y, grad=True)
-        (loss, z), _ = run_interpreted(code, x, y, grad_outputs=[torch.tensor(1.0)])
-    expected = F.cross_entropy(z.float(), y)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=1e-3)
-    assert "inductor_ext" not in code.source
+    x = confident(logits(dtype=dtype), y, most).requires_grad_()
+    losses = []
+    for names in ((), others):
+        with registry.only(*names):
+            code = compile_for("h200", returned(make), x, y, grad=True)
+            (loss, _), _ = run_interpreted(code, x, y, grad_outputs=[torch.tensor(1.0)])
+        assert "inductor_ext" not in code.source
+        losses.append(loss)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
 
 
 def test_rounded_logits_that_nothing_else_reads():
