@@ -102,8 +102,8 @@ class Editor:
             fakes = torch.fx.node.map_arg((args, kwargs), of)
             with torch.no_grad():
                 result = target(*fakes[0], **fakes[1])
-            if result is not None:  # an assertion has no value, and torch's partitioner no size
-                node.meta["val"] = result
+            # An assertion has no value, and torch's partitioner asks every node for its size.
+            node.meta["val"] = () if result is None else result
             if isinstance(result, torch.Tensor):
                 node.meta["tensor_meta"] = compat_fx.tensor_meta(result)
             self._known[key] = node
