@@ -373,6 +373,14 @@ def write(
 
 
 @triton.jit
+def put_zeros(DX, at, n, BLOCK: tl.constexpr):
+    """Store 0 as the gradient of n columns."""
+    i = tl.arange(0, BLOCK)
+    for c in range(0, n, BLOCK):
+        tl.store(at + c + i, tl.zeros([BLOCK], DX.dtype.element_ty), mask=c + i < n)
+
+
+@triton.jit
 def single_slope(
     X, T, Q, W, row, x_stride, q_stride, t, x_t, K, scale, alpha, cap, eps_of,
     anchor, per_exp, per_q, per_p, margin,

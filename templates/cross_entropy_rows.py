@@ -20,6 +20,7 @@ from .cross_entropy import (
     denominators,
     finish,
     gather,
+    put_zeros,
     single_slope,
     sweep,
     target_of,
@@ -200,13 +201,6 @@ def _factors(
 
 
 @triton.jit
-def _zeros(DX, at, n, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    for c in range(0, n, BLOCK):
-        tl.store(at + c + i, tl.zeros([BLOCK], DX.dtype.element_ty), mask=c + i < n)
-
-
-@triton.jit
 def gradient_kernel(
     X, DX, T, Q, W, W_SUM, COUNTS, STATS, G, G_LSE,
     rows, columns, x_stride, dx_stride, t_stride, q_stride, g_stride, g_lse_stride, K,
@@ -249,7 +243,7 @@ def gradient_kernel(
     dx_row = DX + dx_offset + part * chunk
     if KIND == INDEX or KIND == SPARSE:
         if skipped:
-            _zeros(DX, dx_row - before, n + edges, R * THREADS * E)
+            put_zeros(DX, dx_row - before, n + edges, R * THREADS * E)
             return
     anchor, total = tl.load(STATS + row), tl.load(STATS + rows + row)
     margin, mass = tl.load(STATS + 2 * rows + row), tl.load(STATS + 3 * rows + row)
@@ -328,7 +322,7 @@ def fused_kernel(
         if skipped:
             # 0/0, as in torch, where no row counts.
             tl.store(LOSS + row, 0.0 * denominators(COUNTS, programs, MEAN, PROGRAMS)[0])
-            _zeros(DX, dx_row - head, columns, R * THREADS * E)
+            put_zeros(DX, dx_row - head, columns, R * THREADS * E)
             return
     q_row = Q + row.to(tl.int64) * q_stride
     held, state = sweep(

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cross_entropy import INDEX, LN2, LOG2E, NONE, gather, single_slope, sweep, write
+from .cross_entropy import INDEX, LN2, LOG2E, NONE, gather, put_zeros, single_slope, sweep, write
 from .row_softmax import anchor_of, row_start, soft_cap
 
 SAVED = tl.constexpr(3)  # anchor, total, margin: what the gradient needs of a row
@@ -104,13 +104,6 @@ def put_rows(PEAK, TOTAL, BELOW, row, peak, total, below, SMOOTH: tl.constexpr):
     tl.store(TOTAL + row, total)
     if SMOOTH:
         tl.store(BELOW + row, below)
-
-
-@triton.jit
-def put_zeros(DX, at, n, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    for c in range(0, n, BLOCK):
-        tl.store(at + c + i, tl.zeros([BLOCK], DX.dtype.element_ty), mask=c + i < n)
 
 
 @triton.jit
