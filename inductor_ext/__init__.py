@@ -14,17 +14,19 @@ if not _compat.supported(_torch.__version__):
         "install a supported torch or remove the import"
     )
 
-from . import active_plan as _active_plan
-from . import choosing as _choosing
-from . import dispatch as _dispatch
-from . import ops as ops
-from . import registry as _registry
-from .active_plan import load_plan, unload_plan
-from .autotuning import CustomOpConfig, register_custom_op_autotuning
-from .plan import Plan
-from .registry import disable, enable
-from .report import Decision, Report, explain
-from .tuning import tune
+_compat.import_inductor()
+
+from . import active_plan as _active_plan  # noqa: E402
+from . import choosing as _choosing  # noqa: E402
+from . import dispatch as _dispatch  # noqa: E402
+from . import ops as ops  # noqa: E402
+from . import registry as _registry  # noqa: E402
+from .active_plan import load_plan, unload_plan  # noqa: E402
+from .autotuning import CustomOpConfig, register_custom_op_autotuning  # noqa: E402
+from .plan import Plan  # noqa: E402
+from .registry import disable, enable  # noqa: E402
+from .report import Decision, Report, explain  # noqa: E402
+from .tuning import tune  # noqa: E402
 
 _registry.add_salt("forced", _choosing.forced_salt)
 _registry.add_salt("plans", _active_plan.salt)

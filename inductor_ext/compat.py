@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import os
 import re
 import threading
 import warnings
@@ -30,6 +31,24 @@ def supported(version: str) -> bool:
     """Whether a torch version string lies in the supported range."""
     major, minor = (int(part) for part in version.split(".")[:2])
     return (2, 11) <= (major, minor) < (2, 16)
+
+
+def import_inductor() -> None:
+    """Import Inductor without waking CUDA.
+
+    Its modules ask for a card while they are imported, which by torch's default makes CUDA unusable
+    in processes forked later; torch has a variable to ask the driver's library instead.
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        importlib.import_module("torch._inductor.lowering")
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 # --- registries -----------------------------------------------------------------------------------

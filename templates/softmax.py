@@ -224,7 +224,7 @@ def tile(columns: Any, itemsize: int, tensors: int, swept: int) -> Tile:
             return Tile(r, warps, triton.cdiv(columns, block), 1)
     if columns % elements == 0:
         if swept > 1 and columns * itemsize > 32768:
-            return Tile(2, 32, 0, 1)
+            return Tile(2, 32, 1 if columns * itemsize > 131072 else 0, 1)
         if columns * itemsize > 131072:
             return Tile(4, 32, 0, 1)
     return Tile(2, 16, 0, 1)

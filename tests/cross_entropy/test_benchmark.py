@@ -12,7 +12,12 @@ from inductor_ext import measure
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks/ is not installed
 
-from benchmarks import common, cross_entropy, cross_entropy_cases  # noqa: E402
+from benchmarks import (  # noqa: E402
+    common,
+    cross_entropy,
+    cross_entropy_cases,
+    cross_entropy_spellings,
+)
 
 
 @pytest.fixture
@@ -82,6 +87,17 @@ def test_tilings_launch_the_kernels_with_each_tile(monkeypatch, tmp_path, on_cpu
         cross_entropy.main()
     rows = common.read_csv(tmp_path / "cross_entropy_tilings.csv")
     assert [r["us"] for r in rows] == ["10"] * 3
+
+
+@pytest.mark.usefixtures("pretended_card")
+def test_spellings_are_timed_and_compared(monkeypatch, tmp_path):
+    monkeypatch.setattr(cross_entropy_spellings, "Timer", cross_entropy.Timer)
+    monkeypatch.setattr(cross_entropy_spellings, "SHAPES", ((4, 50),))
+    argv = ["x", "--out", str(tmp_path), "--spellings", "plain"]
+    monkeypatch.setattr(sys, "argv", argv)
+    cross_entropy_spellings.main()
+    (row,) = common.read_csv(tmp_path / "cross_entropy_spellings.csv")
+    assert row["both_speedup"] == "1" and float(row["difference"]) < 1e-2
 
 
 def test_list_answers_without_torch():
