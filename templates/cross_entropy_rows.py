@@ -271,7 +271,8 @@ def gradient_kernel(
         else:
             k = tl.arange(0, K_BLOCK)
             at = tl.load(T + row.to(tl.int64) * q_stride + k, mask=k < K, other=0).to(tl.int32)
-        used = used & (at >= first - before) & (at < first + n)
+        # Of another shard is a target that is no column, which may be before a short row's boundary.
+        used = used & (at >= first - before) & (at < tl.minimum(first + n, columns))
         tl.debug_barrier()  # DX may be X, whose single columns every thread has read now
     write(
         DX, x_row, dx_row, (), head, edges, first, n, Q + row.to(tl.int64) * q_stride, W,

@@ -258,7 +258,7 @@ def spread_kernel(
             cap, (b, c), INDEX, False, SMOOTH, CAPPED, ALIGNED, 0, 0, True, R, THREADS, E, STAGES,
         )  # fmt: skip
         tl.debug_barrier()
-        here = (t >= first - before) & (t < first + n) & (t >= 0)
+        here = (t >= first - before) & (t < tl.minimum(first + n, columns)) & (t >= 0)
         tl.store(dx_row - first + t, single.to(DX.dtype.element_ty), mask=here)
     else:
         put_zeros(DX, dx_row - before, n + edges, R * THREADS * E)

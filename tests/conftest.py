@@ -10,7 +10,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inductor_ext import config, measure, measured_ranges, plan_cache
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    help = "of each parametrised test, the first and the last case only"
+    parser.addoption("--ends", action="store_true", help=help)
+
+
+def _without_the_middle(items):
+    """(kept, left out): of the cases of one test function, all but the first and the last."""
+    cases = {}
+    for item in items:
+        cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    ends = {item for of_one in cases.values() for item in (of_one[0], of_one[-1])}
+    return [i for i in items if i in ends], [i for i in items if i not in ends]
+
+
+@pytest.hookimpl(trylast=True)  # behind the choice by marks
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--ends"):
+        items[:], left_out = _without_the_middle(items)
+        config.hook.pytest_deselected(items=left_out)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA card")

@@ -81,6 +81,12 @@ def test_options(option, tile, weighted, ranks, judge):
     judge(ours, x, target, weight, g=g, **options)
 
 
+def test_a_target_of_another_shard_writes_nothing_behind_a_short_row(ranks, judge):
+    # The last of the eight rows begins seven elements before a boundary, and has five.
+    x, target = torch.randn(8, 95).to(BF16), torch.full((8,), 50)
+    judge(ranks(x, target, None, (5, 90)), x, target, None)
+
+
 def test_the_gradient_of_lse(ranks):
     x, target = torch.randn(2, 700), torch.tensor([650, 2])
     g_lse = torch.tensor([0.5, -2.0])
