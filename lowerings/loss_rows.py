@@ -64,7 +64,7 @@ class Level:
     rounded: tuple[Any, ...] = ()
 
 
-def _by_number(node: Any) -> tuple[Any, float] | None:
+def by_number(node: Any) -> tuple[Any, float] | None:
     """(x, k) of x k or x / k."""
     if node.target in MUL | DIV and len(node.args) == 2:
         pairs = [node.args] if node.target in DIV else [node.args, node.args[::-1]]
@@ -102,7 +102,7 @@ def levels_of(z: Any, numbers: Numbers) -> list[Level]:
     while True:
         node = numbers.of(node)
         source: Any = node.args[0] if node.args else None
-        by = _by_number(node) if node.op == "call_function" else None
+        by = by_number(node) if node.op == "call_function" else None
         factor = None
         if by is not None:
             source, factor = by

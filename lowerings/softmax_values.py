@@ -90,3 +90,4 @@ def emit(
         made = editor.call(aten.view.default, made, rows.sizes(value(out).shape))
     out.replace_all_uses_with(made)
     editing.erase_unused(graph, [out])
+    return made

@@ -271,7 +271,7 @@ def gradient_kernel(
         else:
             k = tl.arange(0, K_BLOCK)
             at = tl.load(T + row.to(tl.int64) * q_stride + k, mask=k < K, other=0).to(tl.int32)
-        # Of another shard is a target that is no column, which may be before a short row's boundary.
+        # Another shard's target is no column here, and may lie before a short row's boundary.
         used = used & (at >= first - before) & (at < tl.minimum(first + n, columns))
         tl.debug_barrier()  # DX may be X, whose single columns every thread has read now
     write(

@@ -26,6 +26,8 @@ def _forward(x: Tensor, scale: float, log: bool) -> Tensor:
 
 @triton_op("inductor_ext::softmax_backward", mutates_args=())
 def _backward(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
+    if not kernels_apply(y):
+        return _composed_gradient(y, g, scale, log)
     chosen = split if split.applies(y) else kernels
     return chosen.backward(y, g, scale, log)
 
@@ -34,6 +36,15 @@ def _composed(x: Tensor, scale: float, log: bool) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     z = wide if scale == 1.0 else wide * scale
     return (z.log_softmax(-1) if log else z.softmax(-1)).to(x.dtype)
+
+
+def _composed_gradient(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
+    wide, g = y.float(), g.float()
+    if log:
+        dx = g - wide.exp() * g.sum(-1, keepdim=True)
+    else:
+        dx = wide * (g - (wide * g).sum(-1, keepdim=True))
+    return (dx * scale).to(y.dtype)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -45,12 +56,7 @@ def _grad(ctx: Any, g: Any) -> Any:
     (y,) = ctx.saved_tensors
     if torch.is_grad_enabled() or under_functorch():
         # For create_graph: differentiable by g and, through y, by x. And for batched gradients.
-        wide, g = y.float(), g.float()
-        if ctx.log:
-            dx = g - wide.exp() * g.sum(-1, keepdim=True)
-        else:
-            dx = wide * (g - (wide * g).sum(-1, keepdim=True))
-        return (dx * ctx.scale).to(y.dtype), None, None
+        return _composed_gradient(y, g, ctx.scale, ctx.log), None, None
     if g.stride(-1) != 1:
         g = g.contiguous()
     return _backward(y, g, ctx.scale, ctx.log), None, None

@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from inductor_ext.lowerings import softmax_gradients
 
-from inductor_ext.testing import compile_for
+from inductor_ext import measure
+from inductor_ext.testing import compile_for, run_interpreted
 
 pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
@@ -66,6 +68,47 @@ def left(x):
 def test_other_uses_take_the_statistics(fn, grad):
     code = compile_for("h200", fn, left(grad), grad=grad)
     assert chosen(code) == ["row_statistics"] and "softmax_forward" not in code.source
+
+
+def with_its_gradient(fn, x, g):
+    """(values, gradient) of eager, or in fp64."""
+    x = x.detach().requires_grad_()
+    out = fn(x)
+    return out.detach(), torch.autograd.grad(out, x, g)[0]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("fn", [softmax, log_softmax, tempered])
+def test_gradients_of_long_rows_by_one_kernel(fn, dtype, monkeypatch):
+    monkeypatch.setattr(softmax_gradients, "STOCK_BYTES", 0)
+    x, g = torch.randn(2, 3, V).mul(3).to(dtype), torch.randn(2, 3, V).to(dtype)
+    code = compile_for("h200", fn, x.requires_grad_(), grad=True)
+    assert chosen(code) == ["softmax_backward", "softmax_forward"]
+    assert ".run(" not in code.backward
+    out, gradients = run_interpreted(code, x, grad_outputs=[g])
+    found = out.detach(), gradients["args[0]"]
+    truth, eager = with_its_gradient(fn, x.double(), g.double()), with_its_gradient(fn, x, g)
+    for one in zip(found, truth, eager, strict=True):
+        verdict = measure.check(*one)
+        assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.softmax(x.exp(), -1),  # its gradient is multiplied on
+        lambda x: F.softmax(x, -1) * 2,
+        lambda x: F.softmax(-x, -1),
+    ],
+)
+def test_gradients_with_more_to_do_are_left(fn, monkeypatch):
+    monkeypatch.setattr(softmax_gradients, "STOCK_BYTES", 0)
+    assert "softmax_backward" not in chosen(compile_for("h200", fn, left(True), grad=True))
+
+
+def test_gradients_of_rows_that_stock_finds_in_l2_are_left():
+    code = compile_for("h200", softmax, left(True), grad=True)
+    assert chosen(code) == ["softmax_forward"]
 
 
 def test_a_backward_may_read_the_values():

@@ -1,0 +1,119 @@
+"""The gradient of a softmax or log_softmax by one kernel, where rows are too long for stock.
+
+    dx = y (g - sum_j y_j g_j)        dx = g - e^y sum_j g_j
+
+Stock reads y and g twice. Up to 64 KB a row, it finds them in L2 the second time and loses nothing;
+of longer ones so many are under way that it does not. One kernel keeps fewer under way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from inductor_ext.lowerings.loss_gradient import behind_views
+from inductor_ext.lowerings.loss_rows import by_number, is_contiguous
+from inductor_ext.lowerings.softmax_cores import keeps_value, lies_in_memory, reduced, uncast
+
+from inductor_ext import editing
+from inductor_ext.editing import Editor, same_shape, value
+from inductor_ext.ops import _softmax
+
+aten, prims = torch.ops.aten, torch.ops.prims
+BACKWARD = _softmax._backward._opoverload
+STOCK_BYTES = 65536  # of a row
+
+
+def _one(node: Any) -> Any:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _less_times_sum(b: Any) -> tuple[Any, Any] | None:
+    """(a, a - b sum(a)) for a sum over the last dimension; b is read in no other product."""
+    for product in b.users:
+        result = _one(product)
+        if result is None:
+            continue
+        if product.target is aten.neg.default and result.target is prims.fma.default:
+            first, total, a = result.args
+            if first is not product:
+                continue
+        elif product.target is aten.mul.Tensor and result.target is aten.sub.Tensor:
+            total = product.args[1] if product.args[0] is b else product.args[0]
+            a = result.args[0]
+            if result.args[1] is not product or result.kwargs:
+                continue
+        else:
+            continue
+        if isinstance(total, torch.fx.Node) and _is_row_sum(total, a) and len(total.users) == 1:
+            return a, result
+    return None
+
+
+def _is_row_sum(node: Any, a: Any) -> bool:
+    """Whether a node is the sum of ``a`` over its last dimension, which is kept."""
+    keeps = node.target is aten.sum.dim_IntList and len(node.args) > 2 and node.args[2]
+    return bool(keeps and node.args[0] is a and reduced(node) == [value(a).dim() - 1])
+
+
+def match(y: Any, log: bool) -> tuple[Any, Any, float] | None:
+    """(g, dx, the factor in dx) of the gradient of the softmax with the values y in memory; None
+    where there is none of this form, or it is best where it is."""
+    tensor = value(y)
+    columns = tensor.shape[-1]
+    if not isinstance(columns, int) or columns * tensor.element_size() <= STOCK_BYTES:
+        return None
+    for wide in (y, *(user for user in y.users if keeps_value(user))):
+        for b in (
+            (user for user in wide.users if user.target is aten.exp.default) if log else [wide]
+        ):
+            found = _less_times_sum(b)
+            if found is None:
+                continue
+            g, dx = found
+            if not log:
+                if g.target is not aten.mul.Tensor or wide not in g.args:
+                    continue
+                g = g.args[1] if g.args[0] is wide else g.args[0]
+            g, (dx, factor) = uncast(g), _end(dx)
+            if not isinstance(g, torch.fx.Node) or not lies_in_memory(g):
+                continue
+            same = value(g).dtype == value(dx).dtype == tensor.dtype
+            if not same or not same_shape(value(g).shape, tensor.shape) or factor <= 0:
+                continue
+            if not is_contiguous(value(g)) or not is_contiguous(value(dx)):
+                continue
+            if all(u.op == "output" or lies_in_memory(u) for u in behind_views(dx)):
+                return g, dx, factor
+    return None
+
+
+def _end(dx: Any) -> tuple[Any, float]:
+    """Where a gradient is converted and multiplied by numbers last, and their product."""
+    factor = 1.0
+    while True:
+        user = _one(dx)
+        if user is None or user.op != "call_function":
+            return dx, factor
+        by = by_number(user)
+        if by is not None and by[0] is dx:
+            factor *= by[1]
+        elif not keeps_value(user):
+            return dx, factor
+        dx = user
+
+
+def emit(graph: Any, y: Any, log: bool, g: Any, dx: Any, factor: float) -> None:
+    """Put the operation in place of the gradient."""
+    editor = Editor(graph)
+    editor.before(dx)
+    shape = value(dx).shape
+    if len(shape) != 2:
+        y, g = (editor.call(aten.view.default, t, [-1, shape[-1]]) for t in (y, g))
+    made = editor.call(BACKWARD, y, g, factor, log)
+    if len(shape) != 2:
+        sizes = [s if isinstance(s, int) else editor.call(aten.sym_size.int, dx.args[0], i)
+                 for i, s in enumerate(shape)]  # fmt: skip
+        made = editor.call(aten.view.default, made, sizes)
+    dx.replace_all_uses_with(made)
+    editing.erase_unused(graph, [dx])
