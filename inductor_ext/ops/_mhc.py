@@ -21,11 +21,13 @@ from torch.library import triton_op
 
 from inductor_ext.compat import float32_precision, under_functorch
 from inductor_ext.ops import _mhc_backward as backward
+from inductor_ext.ops import _mhc_checks as checks
 from inductor_ext.ops import _mhc_composed as composed
 from inductor_ext.ops._rows import beside
-from inductor_ext.templates import mhc_post, mhc_post_pre, mhc_pre
+from inductor_ext.templates import mhc_post as post_kernels
+from inductor_ext.templates import mhc_post_pre as post_pre_kernels
+from inductor_ext.templates import mhc_pre as pre_kernels
 
-STREAMS = (2, 4, 8)
 MOST_PARTIALS = 16
 
 
@@ -43,11 +45,11 @@ def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
     sinkhorn_eps: float, post_mult: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_pre(X, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+    checks.check_pre(X, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return composed.pre(X, W, scale, base, *options)
-    found = mhc_pre.pre(_tokens(X, 2), W, scale, base, *options, float32_precision())
+    found = pre_kernels.pre(_tokens(X, 2), W, scale, base, *options, float32_precision())
     return _leading(X.shape[:-2], found)
 
 
@@ -59,7 +61,7 @@ def _from_mixes(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
-    U, post, comb, _, _ = mhc_pre.from_mixes(
+    U, post, comb, _, _ = pre_kernels.from_mixes(
         mixes.contiguous(), None if sqrsum is None else sqrsum.contiguous(), _tokens(X, 2), scale,
         base, *options,
     )  # fmt: skip
@@ -68,10 +70,10 @@ def _from_mixes(
 
 @triton_op("inductor_ext::mhc_post", mutates_args=())
 def _post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    _check_post(X, Y, post, comb)
+    checks.check_post(X, Y, post, comb)
     if not kernels_apply(X):
         return composed.post(X, Y, post, comb)
-    found = mhc_post.post(_tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2))
+    found = post_kernels.post(_tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2))
     return found.reshape(X.shape)
 
 
@@ -80,12 +82,12 @@ def _post_pre(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor,
     iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_post(X, Y, post, comb)
-    _check_pre(X, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+    checks.check_post(X, Y, post, comb)
+    checks.check_pre(X, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options)
-    X1, *rest = mhc_post_pre.post_pre(
+    X1, *rest = post_pre_kernels.post_pre(
         _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2), W, scale, base, *options,
         float32_precision(),
     )  # fmt: skip
@@ -96,10 +98,10 @@ def _post_pre(
 def _head(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_head(X, W, scale, base, rms_eps, pre_eps)
+    checks.check_head(X, W, scale, base, rms_eps, pre_eps)
     if not kernels_apply(X):
         return composed.head(X, W, scale, base, rms_eps, pre_eps)
-    found = mhc_pre.head(_tokens(X, 2), W, scale, base, rms_eps, pre_eps, float32_precision())
+    found = pre_kernels.head(_tokens(X, 2), W, scale, base, rms_eps, pre_eps, float32_precision())
     return _leading(X.shape[:-2], found)
 
 
@@ -108,7 +110,7 @@ def _sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     if not kernels_apply(logits):
         return composed.sinkhorn(logits, iters, eps).to(logits.dtype)
     n = logits.shape[-1]
-    return mhc_pre.sinkhorn(logits.reshape(-1, n, n), iters, eps).reshape(logits.shape)
+    return pre_kernels.sinkhorn(logits.reshape(-1, n, n), iters, eps).reshape(logits.shape)
 
 
 def _tokens(t: Tensor, kept: int) -> Tensor:
@@ -275,99 +277,18 @@ def _rounded_sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     return composed.sinkhorn(logits, iters, eps).to(logits.dtype)
 
 
-# --- checks ---------------------------------------------------------------------------------------
-
-
-def _check_residual(X: Tensor) -> None:
-    if X.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise TypeError(f"X is expected as fp16, bf16, fp32 or fp64, got {X.dtype}")
-    if X.dim() < 2 or X.shape[-2] not in STREAMS:
-        raise ValueError(
-            f"X is expected as [..., n, H] with n = 2, 4 or 8 streams, got {list(X.shape)}"
-        )
-
-
-def _check(
-    name: str, t: Tensor, shape: Any, X: Tensor, dtypes: tuple[torch.dtype, ...] = ()
-) -> None:
-    wanted = dtypes or ((torch.float64,) if X.dtype == torch.float64 else (torch.float32,))
-    if t.dtype not in wanted:
-        said = " or ".join(str(d) for d in wanted)
-        raise TypeError(f"{name} is expected as {said} beside X of {X.dtype}, got {t.dtype}")
-    if t.dim() != len(shape) or any(a != b for a, b in zip(t.shape, shape, strict=True)):
-        raise ValueError(f"{name} is expected of shape {list(shape)}, got {list(t.shape)}")
-    if t.device != X.device:
-        raise ValueError(f"{name} is expected on {X.device}, where X is, got {t.device}")
-
-
-def _wide_or_bf16(X: Tensor) -> tuple[torch.dtype, ...]:
-    if X.dtype == torch.float64:
-        return (torch.float64,)
-    return torch.float32, torch.bfloat16
-
-
-def _check_number(name: str, value: float, positive: bool = False) -> None:
-    if not 0.0 <= value < math.inf or (positive and value == 0.0):
-        wanted = "a positive number" if positive else "0 or a positive number"
-        raise ValueError(f"{name} is expected as {wanted}, got {value}")
-
-
-def _check_iters(iters: int) -> None:
-    if iters < 1:
-        raise ValueError(f"iters is expected as 1 or more, got {iters}")
-
-
-def _check_gates(
-    X: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float,
-) -> None:  # fmt: skip
-    _check_residual(X)
-    n = X.shape[-2]
-    _check("scale", scale, (3,), X)
-    _check("base", base, (n * (n + 2),), X)
-    _check_iters(iters)
-    eps = {"rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps}
-    for name, value in eps.items():
-        _check_number(name, value)
-    _check_number("post_mult", post_mult, positive=True)
-
-
-def _check_pre(X: Tensor, W: Tensor, scale: Tensor, base: Tensor, *options: Any) -> None:
-    _check_gates(X, scale, base, *options)
-    n, hidden = X.shape[-2:]
-    _check("W", W, (n * (n + 2), n * hidden), X, _wide_or_bf16(X))
-
-
-def _check_head(
-    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float
-) -> None:
-    _check_residual(X)
-    n, hidden = X.shape[-2:]
-    _check("W", W, (n, n * hidden), X, _wide_or_bf16(X))
-    _check("scale", scale, (1,), X)
-    _check("base", base, (n,), X)
-    _check_number("rms_eps", rms_eps)
-    _check_number("pre_eps", pre_eps)
-
-
-def _check_post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> None:
-    _check_residual(X)
-    *lead, n, hidden = X.shape
-    _check("Y", Y, (*lead, hidden), X, (X.dtype,))
-    _check("post", post, (*lead, n), X, _wide_or_bf16(X))
-    _check("comb", comb, (*lead, n, n), X, _wide_or_bf16(X))
+# --- functions ------------------------------------------------------------------------------------
 
 
 def _weighted(X: Tensor, W: Tensor, norm_weight: Tensor | None) -> Tensor:
     """W with the columns of ``norm_weight`` multiplied in, in the wider of the two dtypes."""
     if norm_weight is None:
         return W
-    _check_residual(X)
-    _check("norm_weight", norm_weight, (X.shape[-2] * X.shape[-1],), X, _wide_or_bf16(X))
+    checks.check_residual(X)
+    checks.check(
+        "norm_weight", norm_weight, (X.shape[-2] * X.shape[-1],), X, checks.wide_or_bf16(X)
+    )
     return W * norm_weight
-
-
-# --- functions ------------------------------------------------------------------------------------
 
 
 def mhc_pre(
@@ -401,7 +322,7 @@ def mhc_pre(
     """
     W = _weighted(X, W, norm_weight)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    _check_pre(X, W, scale, base, *options)
+    checks.check_pre(X, W, scale, base, *options)
     if not kernels_apply(X):
         return composed.pre(X, W, scale, base, *options)[:3]
     with beside(X):
@@ -426,7 +347,7 @@ def mhc_pre_from_mixes(
     Raises ValueError or TypeError for what does not fit.
     """
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    _check_gates(X, scale, base, *options)
+    checks.check_gates(X, scale, base, *options)
     n = X.shape[-2]
     tokens = math.prod(X.shape[:-2])
     if mixes.dim() != 3 or not 1 <= mixes.shape[0] <= MOST_PARTIALS:
@@ -434,9 +355,9 @@ def mhc_pre_from_mixes(
             f"mixes is expected as [S, T, {n * (n + 2)}] with S = 1 to {MOST_PARTIALS}, got "
             f"{list(mixes.shape)}"
         )
-    _check("mixes", mixes, (mixes.shape[0], tokens, n * (n + 2)), X)
+    checks.check("mixes", mixes, (mixes.shape[0], tokens, n * (n + 2)), X)
     if sqrsum is not None:
-        _check("sqrsum", sqrsum, (mixes.shape[0], tokens), X)
+        checks.check("sqrsum", sqrsum, (mixes.shape[0], tokens), X)
     if not kernels_apply(X):
         return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
     with beside(X):
@@ -456,7 +377,7 @@ def mhc_post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
     Raises ValueError or TypeError for what does not fit.
     """
-    _check_post(X, Y, post, comb)
+    checks.check_post(X, Y, post, comb)
     if not kernels_apply(X):
         return composed.post(X, Y, post, comb)
     with beside(X):
@@ -476,8 +397,8 @@ def mhc_post_pre(
     """
     W = _weighted(X, W, norm_weight)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    _check_post(X, Y, post, comb)
-    _check_pre(X, W, scale, base, *options)
+    checks.check_post(X, Y, post, comb)
+    checks.check_pre(X, W, scale, base, *options)
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options)[:4]
     with beside(X):
@@ -497,7 +418,7 @@ def mhc_head(
     Gradients, precision, determinism and errors as for ``mhc_pre``.
     """
     W = _weighted(X, W, norm_weight)
-    _check_head(X, W, scale, base, rms_eps, pre_eps)
+    checks.check_head(X, W, scale, base, rms_eps, pre_eps)
     if not kernels_apply(X):
         return composed.head(X, W, scale, base, rms_eps, pre_eps)[0]
     with beside(X):
@@ -505,7 +426,7 @@ def mhc_head(
 
 
 def sinkhorn(logits: Tensor, *, iters: int = 20, eps: float = 1e-6) -> Tensor:
-    """A nearly doubly stochastic matrix: rows and columns of ``softmax(logits)`` normalised in turn.
+    """A nearly doubly stochastic matrix: ``softmax(logits)``, columns and rows normalised in turn.
 
         C = softmax over the last axis + eps;   C = C / (column sums + eps)
         iters - 1 times:   C = C / (row sums + eps);   C = C / (column sums + eps)
@@ -517,11 +438,11 @@ def sinkhorn(logits: Tensor, *, iters: int = 20, eps: float = 1e-6) -> Tensor:
     Returns C in shape and dtype of the logits, computed in fp32 (fp64 for fp64), with a gradient.
     Deterministic. Raises ValueError or TypeError for what does not fit.
     """
-    _check_residual(logits)
+    checks.check_residual(logits)
     if logits.shape[-1] != logits.shape[-2]:
         raise ValueError(f"logits is expected as [..., n, n], got {list(logits.shape)}")
-    _check_iters(iters)
-    _check_number("eps", eps)
+    checks.check_iters(iters)
+    checks.check_number("eps", eps)
     if not kernels_apply(logits):
         return _rounded_sinkhorn(logits, iters, eps)
     with beside(logits):
