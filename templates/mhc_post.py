@@ -82,7 +82,7 @@ def post_kernel(
 
 
 def tile(n: int, itemsize: int) -> dict[str, Any]:
-    return {"BLOCK": 256 * (16 // itemsize), "num_warps": 8}
+    return {"BLOCK": 512 * (16 // itemsize), "num_warps": 4}
 
 
 def post(
