@@ -129,11 +129,11 @@ def post_pre_kernel(
     put_partials(P, Q, part, start + local, tl.arange(0, CP), tokens, b, b_square, C)
 
 
-def tiling(tokens: Any, n: int, x: torch.Tensor) -> dict[str, Any]:
+def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
     """2^LOG groups per program, LOG up to 2; J streams of X' for one read of X."""
     most = tokens if isinstance(tokens, int) else 4096
     chosen: dict[str, Any] = {"LOG": 0 if most <= 1024 else 1, "J": 1, "BEFORE": most > 256}
-    return chosen | {"num_warps": 8, "num_stages": 1}
+    return chosen | {"num_warps": 8 if n == 8 else 4, "num_stages": 1}
 
 
 def post_pre(
@@ -143,7 +143,7 @@ def post_pre(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(X', U, post', comb', mixes', sqrsum'); the operands as for ``post`` and ``pre``."""
     tokens, n, hidden = x.shape
-    chosen = dict(chosen or tiling(tokens, n, x))
+    chosen = dict(chosen or tiling(tokens, n, x.dtype))
     w, how = projection.weights(x.dtype, dense(w), precision, chosen.pop("BEFORE"))
     s = projection.splits(hidden, x.dtype, chosen["LOG"])
     out = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)

@@ -93,11 +93,14 @@ def project(x, w, acc, PARTS: tl.constexpr):
 
 @triton.jit
 def joined(acc, SLOTS: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
-    """The products with the parts, added."""
-    if SLOTS == 1:
-        return acc
+    """The products with the parts, added: two at a time, whose order is no matter of layouts."""
+    if SLOTS == 4:
+        acc = tl.sum(tl.reshape(acc, (BM, 2, 2, CP)), 2)
+        return tl.sum(acc, 1)
+    elif SLOTS == 2:
+        return tl.sum(tl.reshape(acc, (BM, 2, CP)), 1)
     else:
-        return tl.sum(tl.reshape(acc, (BM, SLOTS, CP)), 1)
+        return acc
 
 
 @triton.jit
@@ -256,11 +259,11 @@ def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
     most = tokens if isinstance(tokens, int) else 4096
     few = most <= 128
     chosen: dict[str, Any] = {"LOG": 0 if few else 1 if most <= 1024 else 2, "BEFORE": most > 256}
-    chosen |= {"AHEAD": min(4 if few else 2, n), "num_warps": 4, "num_stages": 3 if few else 2}
+    chosen |= {"AHEAD": min(4 if few else 2, n), "num_warps": 8 if few else 4, "num_stages": 2}
     if x != torch.bfloat16:
-        chosen["num_stages"] = 1
+        chosen |= {"AHEAD": 2, "num_warps": 4, "num_stages": 1}
     elif n == 8:
-        chosen |= {"AHEAD": 1, "num_warps": 8, "num_stages": 2}
+        chosen |= {"AHEAD": 1, "num_warps": 8}
     return chosen
 
 
