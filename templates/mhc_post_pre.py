@@ -17,6 +17,7 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from . import mhc_projection as projection
+from .dependent import in_turn, launched
 from .mhc_pre import dense, divisor, fuse, stride_divisor
 from .mhc_projection import (
     group_range,
@@ -102,8 +103,10 @@ def post_pre_kernel(
     PARTS: tl.constexpr, CUT: tl.constexpr, J: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     H_OF: tl.constexpr, STRIDE_OF: tl.constexpr, Y_OF: tl.constexpr, GROUPS: tl.constexpr,
     LOG: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """OUT = X', and P [S, tokens, C] and Q of it, sums of 2^LOG groups each."""
+    in_turn(PDL)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
     x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
     y_token = y_token // Y_OF * Y_OF
@@ -151,7 +154,8 @@ def post_pre(
     q = torch.empty((s, tokens), dtype=torch.float32, device=x.device)
     if not isinstance(tokens, int) or tokens:
         rows = projection.ROWS
-        wrap_triton(post_pre_kernel)[((tokens + rows - 1) // rows, s)](
+        grid = ((tokens + rows - 1) // rows, s)
+        launched(post_pre_kernel, wrap_triton(post_pre_kernel), x, grid)(
             x, y, gates, comb, out, w, p, q, tokens, hidden, x.stride(0), x.stride(1),
             y.stride(0), *gates.stride(), *comb.stride(), N=n, BM=rows,
             BK=projection.block(x.dtype), H_OF=divisor(hidden, x.element_size()),

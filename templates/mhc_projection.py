@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
+from .dependent import in_turn, launched
+
 GROUPS = 32  # a power of two
 ROWS = 64  # tokens of a tile: what one matrix instruction takes
 
@@ -192,8 +194,10 @@ def projection_kernel(
     N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr, PARTS: tl.constexpr,
     CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, AHEAD: tl.constexpr, LOG: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """P [S, tokens, C] and Q, as much without C: sums of 2^LOG groups each."""
+    in_turn(PDL)
     start = tl.program_id(0) * BM
     local = tl.arange(0, BM)
     part = tl.program_id(1)
@@ -218,8 +222,9 @@ def projection_kernel(
 
 
 @triton.jit
-def cut_kernel(W, OUT, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def cut_kernel(W, OUT, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """OUT [PARTS, size] in bf16: the parts of W."""
+    in_turn(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     w = tl.load(W + i, mask=i < size, other=0.0)
     parts = bf16_parts(w)
@@ -282,7 +287,7 @@ def weights(
     if cut and before:
         size = w.numel()
         out = torch.empty((parts, *w.shape), dtype=torch.bfloat16, device=w.device)
-        wrap_triton(cut_kernel)[((size + 1023) // 1024,)](
+        launched(cut_kernel, wrap_triton(cut_kernel), w, ((size + 1023) // 1024,))(
             w, out, size, PARTS=parts, BLOCK=1024, num_warps=4
         )
         w, cut = out, False
@@ -300,7 +305,8 @@ def partials(
     s = splits(hidden, x.dtype, chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)
     q = torch.empty((s, tokens), dtype=torch.float32, device=x.device)
-    wrap_triton(projection_kernel)[((tokens + ROWS - 1) // ROWS, s)](
+    grid = ((tokens + ROWS - 1) // ROWS, s)
+    launched(projection_kernel, wrap_triton(projection_kernel), x, grid)(
         x, w, p, q, tokens, hidden, x.stride(0), x.stride(1), N=n, BM=ROWS, BK=block(x.dtype),
         GROUPS=GROUPS, EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, **how,
         **chosen,
