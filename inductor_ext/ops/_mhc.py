@@ -336,7 +336,8 @@ def mhc_pre(
     Returns U [..., H] in the dtype of X, rounded once from fp32, post [..., n] and comb
     [..., n, n] in fp32. The product with W has the precision of torch's float32 matmul setting.
     Gradients of all inputs; those of gradients are composed. No tokens are fine. Deterministic, and
-    a token's results have the same bits however many tokens there are beside it.
+    a token's results have the same bits among any number of up to 1024 tokens, and among any larger
+    number; where that number is not known to the compiler, it counts as larger.
 
     Raises ValueError or TypeError for what does not fit.
     """
@@ -411,9 +412,9 @@ def mhc_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``mhc_post`` of one layer and ``mhc_pre`` of the next: (X', U, post', comb').
 
-    The projection of X' is made where X' is computed, of its values rounded to the dtype of X, as
-    if it had been stored and read. Arguments, gradients, determinism and errors are those of
-    the two functions.
+    X' is rounded to the dtype of X before it is projected. Arguments, results bit for bit,
+    determinism and errors are those of the two functions; the gradient adds up in fp32 what comes
+    to X' from both sides.
     """
     W = _weighted(X, W, norm_weight)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult

@@ -93,4 +93,4 @@ def test_kernels_of_a_compiled_program(dynamic):
     with torch.device("meta"):
         code = compile_for("h200", layer, X, Y, W, scale, base, dynamic=dynamic)
     names = [k.name.rpartition("_")[0] for k in code.kernels]
-    assert names == ["cut_kernel", "projection_kernel", "fuse_kernel", "post_kernel"]
+    assert names == ["cut_kernel", "projection_kernel", "fuse_kernel", "comb_kernel", "post_kernel"]
