@@ -31,7 +31,8 @@ def coefficients(T, n, dtype=FP32, seed=5):
 @pytest.mark.parametrize(
     ("n", "T", "H", "dtype", "w_dtype"),
     [(4, 5, 136, BF16, FP32), (4, 3, 77, BF16, BF16), (4, 4, 64, FP16, FP32),
-     (4, 3, 33, FP32, FP32), (2, 3, 40, BF16, FP32), (8, 2, 40, BF16, FP32), (2, 2, 17, FP16, BF16), (8, 2, 9, FP32, FP32)],
+     (4, 3, 33, FP32, FP32), (2, 3, 40, BF16, FP32), (8, 2, 40, BF16, FP32),
+     (2, 2, 17, FP16, BF16), (8, 2, 9, FP32, FP32)],
 )  # fmt: skip
 def test_pre(n, T, H, dtype, w_dtype, options, on_cpu):
     given = reference.draw(T, n, H, dtype, w_dtype=w_dtype)
