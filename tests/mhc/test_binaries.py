@@ -4,13 +4,13 @@ import re
 
 import pytest
 import torch
-from inductor_ext.templates import mhc_post, mhc_pre, mhc_projection
+from inductor_ext.templates import mhc_post, mhc_pre, mhc_projection, mhc_slabs
 
 from inductor_ext.testing import launch_binaries
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 V4 = (20, 1e-6, 1e-6, 1e-6, 2.0)
-MODULES = mhc_post, mhc_pre, mhc_projection
+MODULES = mhc_post, mhc_pre, mhc_projection, mhc_slabs
 
 
 def meta(*size, dtype=FP32):
