@@ -1,6 +1,6 @@
 """Gradients of the mHC operations, for the autograd formulas of ``_mhc``.
 
-    z = r raw, r = rsqrt(sqrsum / K + rms_eps)          dz = s dlogit, dlogit through sigmoid, Sinkhorn
+    z = r raw, r = rsqrt(sqrsum / K + rms_eps)         dz = s dlogit
     draw = r dz,  f = r^2 / K <dz, z>
     dX_i = pre_i dU + W_i^T draw - f X_i                dW = sum_t draw_t X_t^T
     dscale = sum dlogit z,  dbase = sum dlogit          dpre_i = <dU, X_i>
