@@ -45,7 +45,10 @@ def post_backward_kernel(
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, N)
     c = tl.arange(0, BLOCK)[None, :]
-    x_at, dx_at = X + t * (hidden * N) + i[:, None] * hidden, DX + t * (hidden * N) + i[:, None] * hidden
+    x_at, dx_at = (
+        X + t * (hidden * N) + i[:, None] * hidden,
+        DX + t * (hidden * N) + i[:, None] * hidden,
+    )
     dcomb, dpost, comb, post = (), (), (), ()
     for j in tl.static_range(N):
         comb_at = COMB + t * comb_t + i * comb_i + j * comb_j

@@ -67,7 +67,7 @@ def boundary_kernel(
             mask = mask & within[None, :]
         at = start * width + (t[:, None] * width + h[None, :])
         at_one = start * hidden + (t[:, None] * hidden + h[None, :])
-        x1s, dx1s, xs = (), (), ()
+        x1s, dx1s = (), ()
         for j in tl.static_range(N):
             x1s = x1s + (load_rows(X1 + at + j * hidden, mask),)  # type: ignore[assignment]
             if HAS_DX1:

@@ -216,7 +216,9 @@ def gradient_kernel(
             next_dw = next_dw + (add_outer(dw[g], xs[g], high, low),)  # type: ignore[assignment]
         dw = next_dw
     for g in tl.static_range(G):
-        part_at = PARTS + part * (M * width) + m[None, :] * width + (stream + g) * hidden + h[:, None]
+        part_at = (
+            PARTS + part * (M * width) + m[None, :] * width + (stream + g) * hidden + h[:, None]
+        )
         tl.store(part_at, dw[g], mask=(m < M)[None, :] & within[:, None])
 
 
@@ -226,7 +228,7 @@ def finish_kernel(
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, RANGES: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dW from its parts; the last program dscale and dbase from the sums of each block of tokens."""
+    """dW from its parts; the last program has dscale and dbase, from the sums of blocks of tokens."""
     program = tl.program_id(0)
     if program < tl.num_programs(0) - 1:
         k = program * BLOCK + tl.arange(0, BLOCK)
@@ -378,7 +380,7 @@ def backward(
     dpost: torch.Tensor | None, dcomb: torch.Tensor | None, iters: int, rms_eps: float,
     pre_eps: float, eps: float, post_mult: float, chosen: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dX, dW, dscale, dbase) of X [T, n, H]; all contiguous. The head's, if base has n elements."""
+    """(dX, dW, dscale, dbase) of X [T, n, H], all contiguous; the head's if base has n elements."""
     tokens, n, hidden = x.shape
     m = base.shape[0]
     chosen = chosen or tile(n, hidden, x.element_size())
@@ -386,9 +388,7 @@ def backward(
         x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult
     )
     dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
-    parts = torch.empty(
-        (chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device
-    )
+    parts = torch.empty((chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(hidden, chosen.columns), n // chosen.streams, chosen.ranges)
     wrap_triton(gradient_kernel)[grid](
         x, x if du is None else du, w, draw, coefficients, dx, parts, tokens, hidden,

@@ -1,6 +1,6 @@
 """The gradient of Sinkhorn's logits, tokens at once.
 
-    p = softmax(logits),  c = p + eps;  c = c / s, s = sum(c) + eps, along columns, rows, columns, ...
+    p = softmax(logits), c = p + eps;  c = c / s, s = sum(c) + eps, of columns, rows, columns ...
 
 backwards, from the last division to the first,
 
@@ -41,8 +41,8 @@ def undivided(dc, c, inverse, AXIS: tl.constexpr):
 @triton.jit
 def rounds(c, eps, count):
     for _ in range(count):
-        c, inverse = divided(c, eps, ROWS)
-        c, inverse = divided(c, eps, COLUMNS)
+        c = divided(c, eps, ROWS)[0]
+        c = divided(c, eps, COLUMNS)[0]
     return c
 
 
