@@ -211,14 +211,14 @@ def gradient_kernel(
         w_parts = weights(W + (stream + g) * hidden, m, h, w_mask, width, M, SPLIT)
         w_high, w_low = w_high + (w_parts[0],), w_low + (w_parts[1],)  # type: ignore[assignment]
         dw = dw + (tl.zeros([BH, P], tl.float32),)  # type: ignore[assignment]
-    start = part * length
-    end = tl.minimum(start + length, tokens)
-    rows = start + t < end
+    first = part * length
+    end = tl.minimum(first + length, tokens)
+    rows = first + t < end
     mask = rows[:, None] & (within | EVEN)[None, :]
-    slopes = load_slopes(DRAW, COEFFICIENTS, start, t, m, rows, tokens, stream, N, M, G)
-    xs = load_streams(X, start, t, h, mask, hidden, N, stream, G)
-    du = load_streams(DU, start, t, h, mask & HAS_DU, hidden, 1, 0, 1)
-    for start in range(start, end, BT):
+    slopes = load_slopes(DRAW, COEFFICIENTS, first, t, m, rows, tokens, stream, N, M, G)
+    xs = load_streams(X, first, t, h, mask, hidden, N, stream, G)
+    du = load_streams(DU, first, t, h, mask & HAS_DU, hidden, 1, 0, 1)
+    for start in range(first, end, BT):
         # The next block is on its way while this one is computed.
         ahead = start + BT
         next_rows = ahead + t < end
