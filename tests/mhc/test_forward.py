@@ -30,8 +30,9 @@ def coefficients(T, n, dtype=FP32, seed=5):
 
 @pytest.mark.parametrize(
     ("n", "T", "H", "dtype", "w_dtype", "options"),
-    [(4, 3, 72, BF16, FP32, OPTIONS), (4, 3, 33, BF16, BF16, OTHERS), (4, 3, 24, FP16, FP32, OTHERS),
-     (4, 3, 33, FP32, FP32, OPTIONS), (2, 3, 24, BF16, FP32, OPTIONS), (8, 2, 9, BF16, FP32, OTHERS)],
+    [(4, 3, 72, BF16, FP32, OPTIONS), (4, 3, 33, BF16, BF16, OTHERS),
+     (4, 3, 24, FP16, FP32, OTHERS), (4, 3, 33, FP32, FP32, OPTIONS),
+     (2, 3, 24, BF16, FP32, OPTIONS), (8, 2, 9, BF16, FP32, OTHERS)],
 )  # fmt: skip
 def test_pre(n, T, H, dtype, w_dtype, options, on_cpu):
     given = reference.draw(T, n, H, dtype, w_dtype=w_dtype)
