@@ -5,7 +5,8 @@
 
 projection_kernel (mhc_projection)     partial sums of W u
 fuse_kernel      a token per program, all of which is in registers: the sum of its squares, its
-                 sums of partials, its gates, then U. Its comb too, where tokens are few.
+                 sums of partials, its gates, then U. Where tokens are few, another program makes
+                 its post and comb.
 comb_kernel      Sinkhorn, a token per thread
 sinkhorn_kernel  Sinkhorn of given logits
 """
@@ -25,7 +26,7 @@ from .dependent import in_turn, launched
 from .mhc_coefficients import comb_kernel, put_comb, put_input, sigmoid, sinkhorn_of, summed
 from .mhc_layout import dense, divisor, load_streams, results, stride_divisor
 
-FEW = 132  # tokens, up to which one launch less is worth a Sinkhorn in all threads
+FEW = 64  # tokens, up to which one launch less is worth a program per token for its comb
 
 
 @triton.jit
@@ -57,7 +58,12 @@ def fuse_kernel(
     # Doubles in programs that Inductor writes.
     rms_eps, pre_eps = tl.cast(rms_eps, tl.float32), tl.cast(pre_eps, tl.float32)
     sinkhorn_eps, post_mult = tl.cast(sinkhorn_eps, tl.float32), tl.cast(post_mult, tl.float32)
-    t = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
+    apart = False  # whether this program makes post and comb, and another one U
+    if INSIDE:
+        apart = pid >= tokens
+        pid = pid % tokens
+    t = pid.to(tl.int64)
     at, h = X + t * x_token, tl.arange(0, BLOCK)
     held = ()
     for k in tl.static_range(HELD):
@@ -81,24 +87,25 @@ def fuse_kernel(
     size = tl.cast(hidden * N, tl.float32)
     z = mixes * tl.rsqrt(square / size + rms_eps)
     gate = sigmoid(tl.load(SCALE) * z + base) + pre_eps
-    gates = ()
-    for i in tl.static_range(N):
-        gates = gates + (tl.sum(tl.where(column == i, gate, 0.0), 0),)
     if not HEAD:
         post = post_mult * sigmoid(tl.load(SCALE + 1) * z + base)
         tl.store(POST + t * N + (column - N), post, mask=(column >= N) & (column < 2 * N))
-    row = U + t * hidden
-    for k in tl.static_range(HELD):
-        put_input(row, h + k * BLOCK, held[k], gates, h + k * BLOCK < hidden, N)
-    if STREAM:
-        for first in range(HELD * BLOCK, hidden, BLOCK):
-            x = load_streams(at, x_stream, h + first, h + first < hidden, N)
-            put_input(row, h + first, x, gates, h + first < hidden, N)
-    if INSIDE:
+    if apart:
         tl.debug_barrier()  # other threads stored what a thread reads now
         put_comb(
             MIXES, SQRSUM, SCALE, BASE, COMB, t, tokens, size, iters, rms_eps, sinkhorn_eps, N, 1
         )
+    else:
+        gates = ()
+        for i in tl.static_range(N):
+            gates = gates + (tl.sum(tl.where(column == i, gate, 0.0), 0),)
+        row = U + t * hidden
+        for k in tl.static_range(HELD):
+            put_input(row, h + k * BLOCK, held[k], gates, h + k * BLOCK < hidden, N)
+        if STREAM:
+            for first in range(HELD * BLOCK, hidden, BLOCK):
+                x = load_streams(at, x_stream, h + first, h + first < hidden, N)
+                put_input(row, h + first, x, gates, h + first < hidden, N)
 
 
 @triton.jit
@@ -149,10 +156,11 @@ def fuse(
         chosen = {"maxnreg": 80} | chosen  # three programs of 8 warps on a multiprocessor
     if isinstance(tokens, int) and tokens == 0:
         return out
-    launched(fuse_kernel, wrap_triton(fuse_kernel), x, (tokens,))(
+    inside = few and not head
+    launched(fuse_kernel, wrap_triton(fuse_kernel), x, (2 * tokens if inside else tokens,))(
         x, p, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden,
         x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-        N=n, HEAD=head, INSIDE=few and not head,
+        N=n, HEAD=head, INSIDE=inside,
         CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
         H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
     )  # fmt: skip
