@@ -336,7 +336,9 @@ _PROGRAMS = 1584  # four turns of three on each multiprocessor of an H200
 
 def tile(n: int, hidden: Any, dtype: torch.dtype) -> Tile:
     """The tile for residuals of n streams of ``hidden`` columns."""
-    columns, streams = (32, 1) if n == 8 else (64, 2 if dtype.itemsize == 2 else 1)
+    columns = 32 if n == 8 else 64
+    # Two streams where masks and addresses leave the registers for them.
+    streams = 2 if n < 8 and dtype.itemsize == 2 and even(hidden, columns) else 1
     slabs = (triton.cdiv(hidden, columns) if isinstance(hidden, int) else 64) * (n // streams)
     return Tile(16, columns, streams, max(1, min(16, _PROGRAMS // slabs)), 4, 1)
 
