@@ -1,0 +1,195 @@
+"""Gradients of the mHC operations, for the autograd formulas of ``_mhc``.
+
+    z = r raw, r = rsqrt(sqrsum / K + rms_eps)          dz = s dlogit, dlogit through sigmoid, Sinkhorn
+    draw = r dz,  f = r^2 / K <dz, z>
+    dX_i = pre_i dU + W_i^T draw - f X_i                dW = sum_t draw_t X_t^T
+    dscale = sum dlogit z,  dbase = sum dlogit          dpre_i = <dU, X_i>
+
+of pre, with streams i and tokens t, and of post
+
+    dY = sum_j post_j dX1_j       dX_i = sum_j comb[i, j] dX1_j
+    dpost_j = <dX1_j, Y>          dcomb[i, j] = <X_i, dX1_j>
+
+Every gradient that comes in may be None, for zeros; every one that is returned has the dtype of its
+input and was rounded once. Sums are made in a fixed order. Where kernels do not apply, all of it is
+composed of torch functions, in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_ext.ops._composed import wide
+
+Grad = Tensor | None
+
+
+def pre_backward(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
+    dU: Grad, dpost: Grad, dcomb: Grad, iters: int, rms_eps: float, pre_eps: float,
+    sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dX, dW, dscale, dbase) of ``mhc_pre``.
+
+    Args:
+        X: [..., n, H]. W: [n (n + 2), n H]. scale: [3]. base: [n (n + 2)].
+        mixes, sqrsum: [..., n (n + 2)] and [...], as the forward returned them.
+        dU: [..., H]. dpost: [..., n]. dcomb: [..., n, n]. None for zeros.
+    """
+    dx, dw, dscale, dbase = _composed_pre(
+        X, W, scale, base, mixes, sqrsum, dU, dpost, dcomb, iters, rms_eps, pre_eps, sinkhorn_eps,
+        post_mult,
+    )  # fmt: skip
+    return dx.to(X.dtype), dw, dscale, dbase
+
+
+def post_backward(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, dX1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dX, dY, dpost, dcomb) of ``mhc_post``.
+
+    Args:
+        X, dX1: [..., n, H]. Y: [..., H]. post: [..., n]. comb: [..., n, n], any strides.
+    """
+    return _composed_post(X, Y, post, comb, wide(dX1))
+
+
+def post_pre_backward(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, X1: Tensor, W: Tensor, scale: Tensor,
+    base: Tensor, mixes1: Tensor, sqrsum1: Tensor, dX1: Grad, dU: Grad, dpost1: Grad,
+    dcomb1: Grad, iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float,
+    post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dX, dY, dpost, dcomb, dW, dscale, dbase) of ``mhc_post_pre``.
+
+    Args:
+        X, Y, post, comb: the operands of post. X1: what post returned, [..., n, H].
+        W, scale, base, mixes1, sqrsum1, dU, dpost1, dcomb1: of the pre that follows, whose operand
+            is X1; as in ``pre_backward``.
+        dX1: the gradient of X1 without its part through the pre, [..., n, H].
+
+    The two parts of X1's gradient are added in fp32 and not rounded on the way to the others.
+    """
+    dx1, dw, dscale, dbase = _composed_pre(
+        X1, W, scale, base, mixes1, sqrsum1, dU, dpost1, dcomb1, iters, rms_eps, pre_eps,
+        sinkhorn_eps, post_mult,
+    )  # fmt: skip
+    dx1 = dx1 if dX1 is None else dx1 + dX1
+    return *_composed_post(X, Y, post, comb, dx1), dw, dscale, dbase
+
+
+def head_backward(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor, dU: Tensor,
+    rms_eps: float, pre_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dX, dW, dscale, dbase) of ``mhc_head``.
+
+    Args:
+        X: [..., n, H]. W: [n, n H]. scale: [1]. base: [n]. dU: [..., H].
+        mixes, sqrsum: [..., n] and [...], as the forward returned them.
+    """
+    dx, dw, dscale, dbase = _composed_head(X, W, scale, base, mixes, sqrsum, dU, rms_eps, pre_eps)
+    return dx.to(X.dtype), dw, dscale, dbase
+
+
+def sinkhorn_backward(logits: Tensor, dcomb: Tensor, iters: int, eps: float) -> Tensor:
+    """The gradient of ``logits`` [..., n, n] from that of ``sinkhorn(logits)``."""
+    return _composed_sinkhorn(wide(logits), wide(dcomb), iters, eps).to(logits.dtype)
+
+
+# --- composed of torch functions ------------------------------------------------------------------
+
+
+def _composed_sinkhorn(logits: Tensor, dcomb: Tensor, iters: int, eps: float) -> Tensor:
+    p = logits.softmax(-1)
+    c, steps = p + eps, []
+    for k in range(2 * iters - 1):
+        axis = -2 if k % 2 == 0 else -1
+        total = c.sum(axis, keepdim=True) + eps
+        c = c / total
+        steps.append((c, total, axis))
+    for c, total, axis in reversed(steps):
+        dcomb = (dcomb - (dcomb * c).sum(axis, keepdim=True)) / total
+    return p * (dcomb - (dcomb * p).sum(-1, keepdim=True))
+
+
+def _by_gates(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, z: Tensor, r: Tensor, dU: Tensor,
+    pre: Tensor, columns: list[Tensor], dlogit: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients from that of the logits; ``columns[k]`` counts those that scale[k] is for."""
+    n, hidden = X.shape[-2:]
+    per_column = torch.cat([s.expand(len(c)) for s, c in zip(wide(scale), columns, strict=True)])
+    dz = dlogit * per_column
+    draw = r * dz
+    norm = r * r / (n * hidden) * (dz * z).sum(-1, keepdim=True)
+    x = wide(X).flatten(-2)
+    dx = draw @ wide(W) - norm * x
+    dx = dx.unflatten(-1, (n, hidden)) + pre[..., None] * dU[..., None, :]
+    rows = draw.reshape(-1, draw.shape[-1])
+    dw = rows.mT @ x.reshape(-1, n * hidden)
+    by_column = (dlogit * z).reshape(-1, z.shape[-1]).sum(0)
+    dscale = torch.stack([by_column[c].sum() for c in columns])
+    dbase = dlogit.reshape(-1, z.shape[-1]).sum(0)
+    return dx, dw.to(W.dtype), dscale.to(scale.dtype), dbase.to(base.dtype)
+
+
+def _composed_pre(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
+    dU: Grad, dpost: Grad, dcomb: Grad, iters: int, rms_eps: float, pre_eps: float,
+    sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``pre_backward``, dX not rounded."""
+    n, hidden = X.shape[-2:]
+    lead = X.shape[:-2]
+    columns = list(torch.arange(n * (n + 2), device=X.device).split([n, n, n * n]))
+    r = torch.rsqrt(wide(sqrsum)[..., None] / (n * hidden) + rms_eps)
+    z = wide(mixes) * r
+    s, b = wide(scale), wide(base)
+    gate = torch.sigmoid(s[0] * z[..., :n] + b[:n])
+    post = torch.sigmoid(s[1] * z[..., n : 2 * n] + b[n : 2 * n])
+    logits = (s[2] * z[..., 2 * n :] + b[2 * n :]).unflatten(-1, (n, n))
+    dU = _or_zeros(dU, z, (*lead, hidden))
+    dpost = _or_zeros(dpost, z, (*lead, n))
+    dcomb = _or_zeros(dcomb, z, (*lead, n, n))
+    dpre = (dU[..., None, :] * wide(X)).sum(-1)
+    dlogit = torch.cat(
+        [
+            dpre * gate * (1 - gate),
+            post_mult * dpost * post * (1 - post),
+            _composed_sinkhorn(logits, dcomb, iters, sinkhorn_eps).flatten(-2),
+        ],
+        -1,
+    )
+    return _by_gates(X, W, scale, base, z, r, dU, gate + pre_eps, columns, dlogit)
+
+
+def _composed_head(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor, dU: Tensor,
+    rms_eps: float, pre_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    n, hidden = X.shape[-2:]
+    r = torch.rsqrt(wide(sqrsum)[..., None] / (n * hidden) + rms_eps)
+    z = wide(mixes) * r
+    gate = torch.sigmoid(wide(scale) * z + wide(base))
+    dU = wide(dU)
+    dlogit = (dU[..., None, :] * wide(X)).sum(-1) * gate * (1 - gate)
+    columns = [torch.arange(n, device=X.device)]
+    return _by_gates(X, W, scale, base, z, r, dU, gate + pre_eps, columns, dlogit)
+
+
+def _composed_post(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, dX1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx = wide(comb) @ dX1
+    dy = (wide(post)[..., None] * dX1).sum(-2)
+    dpost = (dX1 * wide(Y)[..., None, :]).sum(-1)
+    dcomb = wide(X) @ dX1.mT
+    return dx.to(X.dtype), dy.to(Y.dtype), dpost.to(post.dtype), dcomb.to(comb.dtype)
+
+
+def _or_zeros(grad: Grad, like: Tensor, shape: Any) -> Tensor:
+    return like.new_zeros(shape) if grad is None else wide(grad)
