@@ -96,6 +96,8 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         def node_of(arg: Any) -> Any:
+            if isinstance(arg, torch.SymInt):
+                return str(arg)  # for the reader: sizes are those of the values
             return self.leaf(arg) if isinstance(arg, torch.Tensor) else arg
 
         if isinstance(out, torch.Tensor):
@@ -124,14 +126,9 @@ class _Recorder(TorchDispatchMode):
         self.pure = False
         twin = self._twin(func, written)
         if twin is not None:
-            self.leaf(written[0])
             out = twin(*args, **kwargs)
-            before = self.nodes.pop(id(written[0]))
-            self.nodes[id(written[0])] = before
             self._record(twin, args, kwargs, out)
-            made = self.nodes[id(out)]
-            made.meta["val"] = out
-            self.nodes[id(written[0])] = made
+            self.nodes[id(written[0])] = self.nodes[id(out)]
             self.pure = True
             return written[0]
         self.mutated.update(map(compat_pre_grad.storage_key, written))
