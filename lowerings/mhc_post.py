@@ -33,7 +33,7 @@ from inductor_ext.lowerings.mhc_sites import (
     leave,
     program_node,
     read_from,
-    streams_of,
+    residuals,
 )
 from inductor_ext.lowerings.mhc_terms import NARROW, Entries, Terms
 
@@ -58,34 +58,24 @@ def _holds_matrices(node: Any) -> bool:
     return any(a == b and a in STREAMS for a, b in itertools.pairwise(last))
 
 
-def mixtures(seen: shadow.Shadow) -> dict[Any, list[Any]]:
-    """Nodes that may be residual streams which a matrix mixes -> where they are mixed."""
+def mixtures(seen: shadow.Shadow) -> list[list[Any]]:
+    """Of each place where a matrix may mix streams, the nodes that may be the streams."""
     found: dict[Any, list[Any]] = {}
     for node in seen.graph.nodes:
         if node.target is aten.bmm.default:
-            wide = [a for a in node.args[:2] if isinstance(a, torch.fx.Node)]
+            operands = node.args[:2]
         elif node.target is aten.sum.dim_IntList and node.args[0].target is aten.mul.Tensor:
             if not _holds_matrices(node.args[0]):
                 continue
-            wide = [a for a in node.args[0].args if isinstance(a, torch.fx.Node)]
+            operands = node.args[0].args
         else:
             continue
-        for operand in wide:
-            x = _streams_below(seen, operand)
-            if x is not None:
-                found.setdefault(x, []).append(node)
-    return found
-
-
-def _streams_below(seen: shadow.Shadow, node: Any) -> Any:
-    """The first [..., n, H] in the program of which ``node`` is a view or a conversion."""
-    found = None
-    while True:
-        if node in seen.first and streams_of(node) is not None:
-            found = node
-        if not is_move(node) or not isinstance(node.args[0], torch.fx.Node):
-            return found
-        node = node.args[0]
+        for operand in operands:
+            if isinstance(operand, torch.fx.Node):
+                candidates = residuals(seen, operand)
+                if candidates:
+                    found[candidates[0]] = candidates
+    return list(found.values())
 
 
 class _Site:
@@ -131,7 +121,8 @@ class _Site:
         in_program = node in self.shadow.first
         whole = sizes[:lead] == self.lead
         if wide is None:
-            if in_program and whole and tail in ([self.n], [self.n, self.n]):
+            turned = node.target in (aten.transpose.int, aten.permute.default)
+            if in_program and whole and tail in ([self.n], [self.n, self.n]) and not turned:
                 return reader.leaf(node, lead, "coefficient")
         elif math.prod(tail) == self.hidden:
             same = node.meta["val"].dtype == self.x.meta["val"].dtype
@@ -287,16 +278,20 @@ def rewrite(graph: Any) -> None:
         return
     positions = {node: i for i, node in enumerate(seen.graph.nodes)}
     found = []
-    for x in mixtures(seen):
-        try:
-            site = _Site(seen, x, positions)
-            if site.result is None:
-                if site.reason is not None:
-                    raise site.reason
-                continue
-            found.append(site.replacement())
-        except NoSite as reason:
-            leave(NAME, describe(NAME, x), str(reason))
+    for candidates in mixtures(seen):
+        why: NoSite | None = None
+        for x in candidates:
+            try:
+                site = _Site(seen, x, positions)
+                if site.result is not None:
+                    found.append(site.replacement())
+                    break
+                why = why or site.reason
+            except NoSite as reason:
+                why = why or reason
+        else:
+            if why is not None:
+                leave(NAME, describe(NAME, candidates[0]), str(why))
     apply(seen, graph, found)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings import mhc_arithmetic as _arithmetic  # noqa: F401  (adds rules)
-from inductor_ext.lowerings.mhc_entries import Reader, aten, is_move, shape_of
+from inductor_ext.lowerings.mhc_entries import Reader, aten, shape_of
 
 from inductor_ext import compat, compat_fx, compat_pre_grad, report
 from inductor_ext.shadow import Shadow, value_of
@@ -36,23 +36,43 @@ def streams_of(node: Any) -> tuple[int, int] | None:
     return int(n), int(hidden)
 
 
-def residuals(shadow: Shadow, node: Any, width: int) -> list[Any]:
-    """The nodes [..., n, H], n H being ``width``, of which ``node`` is a view, a conversion or a
-    multiple by token; those that come first in the program first."""
+def _below(node: Any) -> Any:
+    """What a node is a view or an exact conversion of; None for anything else."""
+    if node.target not in _SAME_NUMBERS:
+        return None
+    source = node.args[0]
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    return source if before == after or torch.promote_types(before, after) == after else None
+
+
+_SAME_NUMBERS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.clone.default,
+    aten.alias.default,
+    aten._to_copy.default,
+}
+
+
+def residuals(shadow: Shadow, node: Any, width: int | None = None) -> list[Any]:
+    """The nodes [..., n, H] of which ``node`` is a view or a conversion, those that come first in
+    the program first. With a ``width`` n H is that, and multiples by token are looked through."""
     found = []
-    while True:
+    while node is not None:
         streams = streams_of(node) if node in shadow.first else None
-        if streams is not None and streams[0] * streams[1] == width:
+        if streams is not None and width in (None, streams[0] * streams[1]):
             found.append(node)
-        if is_move(node) and isinstance(node.args[0], torch.fx.Node):
-            node = node.args[0]
-        elif node.target is aten.mul.Tensor:
+        wide = []
+        if width is not None and node.target is aten.mul.Tensor:
             wide = [a for a in node.args if isinstance(a, torch.fx.Node) and _is_wide(a, node)]
-            if not wide:
-                break
-            node = wide[0]
-        else:
-            break
+        node = wide[0] if wide else _below(node)
     return found[::-1]
 
 
@@ -106,9 +126,9 @@ def operation(name: str) -> Any:
 
 @dataclasses.dataclass
 class Replacement:
-    """``emit`` makes the operation out of ``inputs``, nodes of the program. ``outputs`` maps nodes to
-    functions of (Program, what ``emit`` returned) to their new value; ``inside`` are the nodes that
-    must not be needed any more."""
+    """``emit`` makes the operation out of ``inputs``, nodes of the program. ``outputs`` maps nodes
+    to functions of (Program, what ``emit`` returned) to their new value; ``inside`` are the nodes
+    that must not be needed any more."""
 
     lowering: str
     chosen: str
