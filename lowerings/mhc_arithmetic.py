@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from inductor_ext.lowerings.mhc_entries import Reader, _each, add_rule, aten, shape_of
-from inductor_ext.lowerings.mhc_terms import Entries
+from inductor_ext.lowerings.mhc_terms import NARROW, Entries
 
 # --- pointwise ------------------------------------------------------------------------------------
 
@@ -212,6 +212,33 @@ def _softmax(reader: Reader, node: Any) -> Entries | None:
 
 
 add_rule(_softmax, aten._softmax.default)
+
+
+def _normed(reader: Reader, node: Any) -> Any:
+    """F.rms_norm, where the program's torch has an operation of it."""
+    source, sizes, *rest = (*node.args, *(None,) * 4)[:4]
+    entries, terms = reader.of(source), reader.terms
+    if entries is None or entries.wide is None or len(sizes) != entries.array.ndim:
+        return None
+    weight, eps = rest
+    dtype = source.meta["val"].dtype
+    squares = [terms.mul(t, t) for t in entries.array.flat]
+    mean = terms.div(terms.over_hidden(squares), terms.constant(len(squares) * reader.hidden))
+    eps = torch.finfo(dtype).eps if eps is None else eps
+    root = terms.apply("rsqrt", terms.add(mean, terms.constant(eps)))
+    array = _each(lambda t: terms.mul(t, root), entries.array)
+    if weight is not None:
+        by = reader.parameter(weight, wide=True)
+        if by is None or by.wide != entries.wide or by.array.shape != array.shape:
+            return None
+        array = _each(terms.mul, array, by.array)
+    if dtype in NARROW:
+        array = _each(lambda t: terms.round(t, dtype), array)
+    normed = Entries(array, entries.lead, entries.wide)
+    return normed if isinstance(node.meta["val"], torch.Tensor) else (normed, None)
+
+
+add_rule(_normed, aten.rms_norm.default, aten._fused_rms_norm.default)
 
 
 # --- products of matrices -------------------------------------------------------------------------

@@ -149,15 +149,14 @@ class Gates:
             matrix, eps = step
             seen.append(eps)
             steps += 1
-        kinds = {self.terms[t][0] for t in matrix.flat}
         if steps == 0:
-            raise NoSite("the matrix is not divided by its column sums + eps")
+            raise NoSite(self._undivided(matrix))
         plain = np.empty_like(matrix)
         for i, j in np.ndindex(matrix.shape):
             inner, eps = self.terms.offset(matrix[i, j])
             kind, *of = self.terms[inner]
             if kind != "softmax":
-                raise NoSite(self._start(kinds))
+                raise NoSite(self._start(matrix))
             seen.append(eps)
             plain[i, j] = of[0]
             matrix[i, j] = inner
@@ -171,9 +170,21 @@ class Gates:
             raise NoSite(f"the Sinkhorn loop adds several eps: {listed}")
         return plain, (steps + 1) // 2, seen[0]
 
-    def _start(self, kinds: set[str]) -> str:
+    def _undivided(self, matrix: np.ndarray) -> str:
+        """Why a matrix is no step of the loop."""
+        divisors = [self.terms[t][2] for t in matrix.flat if self.terms[t][0] == "div"]
+        if any(self.terms[d][0] == "clamp" for d in divisors):
+            return "sums in the Sinkhorn loop are clamped, not added eps to"
+        if divisors and all(not self.terms.holds(d, "softmax") for d in divisors):
+            return "the Sinkhorn loop begins with exp, not with a softmax"
+        if divisors and self._divided(matrix.copy(), 1) is not None:
+            return "the Sinkhorn loop ends with rows where it begins with them"
+        return "a normalisation in the Sinkhorn loop is not a division by sums + eps"
+
+    def _start(self, matrix: np.ndarray) -> str:
+        kinds = {self.terms[t][0] for t in matrix.flat}
         if "exp" in kinds:
             return "the Sinkhorn loop begins with exp, not with a softmax"
         if "div" in kinds:
-            return "a normalisation in the Sinkhorn loop is not a division by sums + eps"
+            return self._undivided(matrix)
         return f"the Sinkhorn loop begins with {', '.join(sorted(kinds))}, not with a softmax"

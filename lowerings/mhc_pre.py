@@ -34,6 +34,8 @@ from inductor_ext import compat, registry, shadow
 
 NAME = "mhc_pre"
 _COLUMNS = {n * (n + 2) for n in STREAMS}
+_WIDTHS = _COLUMNS | set(STREAMS) | {n * n for n in STREAMS} | {2 * n for n in STREAMS}
+_PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum", "rmatmul"}
 _ROOTS = ("rsqrt", "sqrt", "pow", "rms_norm", "_fused_rms_norm")
 
 
@@ -48,8 +50,21 @@ def name_of(node: Any) -> str:
 
 def may_hold_gates(graph: Any) -> bool:
     """Whether a graph has what every pre has; cheap, for the graphs that have not."""
-    names = {name_of(n) for n in graph.nodes if n.op in ("call_function", "call_method")}
-    return not names.isdisjoint(("sigmoid", "expit")) and not names.isdisjoint(_ROOTS)
+    calls = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
+    names = {name_of(n) for n in calls}
+    return (
+        not names.isdisjoint(("sigmoid", "expit"))
+        and not names.isdisjoint(_ROOTS)
+        and any(name_of(n) in _PRODUCTS and _is_narrow(n) for n in calls)
+    )
+
+
+def _is_narrow(node: Any) -> bool:
+    """Whether a product has as many columns as a group of gates, or all of them, can have."""
+    tensor = shadow.value_of(node)
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+        return False
+    return isinstance(tensor.shape[-1], int) and tensor.shape[-1] in _WIDTHS
 
 
 def projections(seen: shadow.Shadow) -> dict[Any, tuple[list[Any], int]]:
@@ -100,16 +115,9 @@ class _Site:
             if self.shadow.of[node].meta["val"].dtype != dtype:
                 continue
             gates = self.gates.collapse(found.array.item(), rounded)
-            if gates is not None and any(map(self._is_gate, gates)):
+            if gates is not None and all(self.terms.holds(g, "projected") for g in gates):
                 return node, gates
         return None
-
-    def _is_gate(self, term: int) -> bool:
-        try:
-            self.gates.sigmoid(term)
-        except NoSite:
-            return False
-        return True
 
     def small(self, size: int) -> list[tuple[Any, np.ndarray]]:
         """The nodes of ``size`` fp32 coefficients per token, later ones first."""
@@ -189,7 +197,7 @@ def _match(site: _Site, columns: int) -> Replacement | None:
     post = site.post(pre)
     if comb is None or post is None:
         if columns != site.n:
-            missing = "Sinkhorn matrix" if comb is None else "post gates"
+            missing = "matrix of a Sinkhorn loop" if comb is None else "second group of gates"
             raise NoSite(f"no {missing} was found")
         return _replace_head(site, u, logits, parsed[0][1])
     posts = [site.gates.sigmoid(t) for t in post[1]]

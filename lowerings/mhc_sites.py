@@ -72,8 +72,17 @@ def residuals(shadow: Shadow, node: Any, width: int | None = None) -> list[Any]:
         wide = []
         if width is not None and node.target is aten.mul.Tensor:
             wide = [a for a in node.args if isinstance(a, torch.fx.Node) and _is_wide(a, node)]
+        elif width is not None:
+            wide = _normalised(node)
         node = wide[0] if wide else _below(node)
     return found[::-1]
+
+
+def _normalised(node: Any) -> list[Any]:
+    """What a node is the RMS norm of."""
+    whole = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
+    norms = (aten.rms_norm.default, aten._fused_rms_norm.default)
+    return [whole.args[0]] if whole.target in norms else []
 
 
 def _is_wide(operand: Any, whole: Any) -> bool:
@@ -250,9 +259,21 @@ def place_of(shadow: Shadow, replacement: Replacement) -> Any:
         for user in out.users:
             if order[user] < order[place] and user not in replacement.inside:
                 raise NoSite(f"{user.name} uses a result before all inputs are there")
-    if len({shadow.grad[n] for n in region}) > 1:
+    if len({shadow.grad[n] for n in _between(replacement)}) > 1:
         raise NoSite("gradients are recorded for a part of it only")
     return place
+
+
+def _between(replacement: Replacement) -> set[Any]:
+    """The nodes of the program by which the results come from the inputs."""
+    found: set[Any] = set()
+    stack = list(replacement.outputs)
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in replacement.inputs:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def apply(shadow: Shadow, graph: Any, found: list[Replacement]) -> list[Replacement]:
@@ -269,7 +290,8 @@ def apply(shadow: Shadow, graph: Any, found: list[Replacement]) -> list[Replacem
         needed = _needed(shadow, graph, ready)
         kept = []
         for replacement in ready:
-            user = next((needed[n] for n in replacement.inside if n in needed), None)
+            users = [needed[n] for n in replacement.inside if n in needed]
+            user = next((u for u in users if u not in replacement.inside), None)
             if user is None:
                 kept.append(replacement)
             else:

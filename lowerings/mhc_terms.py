@@ -45,6 +45,21 @@ class Terms:
         """Whether a term stands for the H numbers of a stream."""
         return self._wide[number]
 
+    def holds(self, number: int, op: str) -> bool:
+        """Whether an operation takes part in a term."""
+        seen, stack = set(), [number]
+        while stack:
+            term = self._terms[stack.pop()]
+            if term[0] == op:
+                return True
+            if term[0] in ("constant", "stream", "parameter", "weight", "coefficient", "projected"):
+                continue
+            for part in term[1:]:
+                if isinstance(part, int) and part not in seen:
+                    seen.add(part)
+                    stack.append(part)
+        return False
+
     def _of(self, op: str, *numbers: int) -> int:
         return self.make(op, *numbers, wide=any(self._wide[n] for n in numbers))
 
