@@ -43,7 +43,10 @@ class Shadow:
 
     def is_mutated(self, node: Any) -> bool:
         """Whether anything writes to the memory of a shadow node's value."""
-        return compat_pre_grad.storage_key(node.meta["val"]) in self.mutated
+        value = node.meta["val"]
+        if not self.mutated or not isinstance(value, torch.Tensor):
+            return False
+        return compat_pre_grad.storage_key(value) in self.mutated
 
 
 def value_of(node: Any) -> Any:

@@ -104,7 +104,7 @@ def read_from(reader: Reader, positions: dict[Any, int], goes_on: Callable[[Any]
     push(reader.source)
     while heap:
         _, node = heapq.heappop(heap)
-        if reader.read(node) is not None and goes_on(node):
+        if not shadow.is_mutated(node) and reader.read(node) is not None and goes_on(node):
             push(node)
 
 
