@@ -180,6 +180,8 @@ class _Site:
                 kinds = sorted(t[0] for t in pair)
                 if kinds == ["coefficient", "stream"]:
                     pair.sort()
+                    if pair[1][1] in row:
+                        return None
                     row[pair[1][1]] = pair[0][1:]
                 elif kinds == ["coefficient", "output"]:
                     pair.sort()

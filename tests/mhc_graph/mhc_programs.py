@@ -59,14 +59,16 @@ class Program:
         return [n for n in self.graph.nodes if n.op == "placeholder"]
 
 
-def edited(fn, *args, grad=True, card=True, **options):
-    """What the passes make of a program, for a card or here; nothing behind them is compiled."""
+def edited(fn, *args, grad=True, card=True, graphs=1, **options):
+    """What the passes make of a program, for a card or here; nothing behind them is compiled. Of
+    several ``graphs``, that many in all, the first is returned: those inside others come first."""
     seen = []
 
     class Entry:
         def apply(self, graph):
             seen.append(graph)
-            raise _Stop
+            if len(seen) == graphs:
+                raise _Stop
 
     entries = compat_pre_grad.entries()
     entry = Entry()
@@ -109,11 +111,12 @@ def with_gradients(fn, args, wide=False):
     return [*(o.detach() for o in out), *gradients]
 
 
-def judge_all(got, fn, args):
-    """Assert the rule for numbers for each result and gradient."""
+def judge_all(got, fn, args, rounding=None):
+    """Assert the rule for numbers for each result and gradient; ``rounding`` is a dtype to which
+    the program rounds what it returns in fp32."""
     wide, plain = with_gradients(fn, args, wide=True), with_gradients(fn, args)
     for i, one in enumerate(zip(got, wide, plain, strict=True)):
-        verdict = measure.check(*one)
+        verdict = measure.check(*one, rounding=rounding)
         assert verdict.ok, f"number {i}: {verdict.reason}"
 
 

@@ -71,7 +71,8 @@ def test_spellings_that_mean_the_same(name, dynamic):
     (decision,) = program.decisions
     assert decision.fired and decision.chosen == "mhc_post"
     if not dynamic:
-        judge_all(with_gradients(program.run(fn), args), fn, args)
+        rounding = torch.bfloat16 if name == "huggingface" else None
+        judge_all(with_gradients(program.run(fn), args), fn, args, rounding)
 
 
 def test_the_orientation_is_read_off():
@@ -94,7 +95,8 @@ def test_dtypes(form, dtype):
     fn, args = named(mhc_forms.POST[form]), post_inputs((3, 2, 2), 2, 32, dtype)
     program = edited(fn, *args)
     assert program.operations == ["mhc_post"]
-    judge_all(with_gradients(program.run(fn), args), fn, args)
+    rounding = dtype if form == "huggingface" else None
+    judge_all(with_gradients(program.run(fn), args), fn, args, rounding)
 
 
 def test_coefficients_rounded_by_the_program_stay_rounded():
@@ -146,7 +148,7 @@ REFUSED = {
         ["the streams are mixed by a matrix without tokens"],
     ),
     "mixture returned": (mixture_returned, ["output uses a value in between"]),
-    "written to": (written_to, ["mul is written to in this graph"]),
+    "written to": (written_to, []),
 }
 
 
@@ -173,4 +175,5 @@ def test_generated_code(form):
     code = compile_for("h200", mhc_forms.POST[form], *(t.detach() for t in post_inputs()))
     assert code.extern_calls == [] and code.stopped == ""
     assert [k.name.rsplit("_", 1)[0] for k in code.kernels][-1] == "post_kernel"
-    assert len(code.kernels) == (2 if form == "huggingface" else 1)
+    # post and comb are rounded by the program first.
+    assert len(code.kernels) == (3 if form == "huggingface" else 1)
