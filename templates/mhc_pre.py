@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from . import mhc_projection as projection
+from .dependent import in_turn, launched
 from .mhc_coefficients import gates_of, put_coefficients, put_sums, sinkhorn_of
 
 TOKENS = 32  # whose coefficients one program makes, a thread each
@@ -61,7 +62,9 @@ def fuse_kernel(
     post_mult, N: tl.constexpr, HEAD: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr,
     H_OF: tl.constexpr, STRIDE_OF: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
     HELD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    in_turn(PDL)
     C: tl.constexpr = N if HEAD else N * (N + 2)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
     x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
@@ -140,34 +143,42 @@ def apply_tile(tokens: Any, n: int, itemsize: int) -> dict[str, Any]:
     return {"BLOCK": 128 * (16 // itemsize), "HELD": held, "num_warps": 4}
 
 
-def fuse(
-    x: torch.Tensor, p: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
-    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-    chosen: dict[str, Any] | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(U, post, comb, mixes, sqrsum) from partials; (U, mixes, sqrsum) for a head's n columns."""
+def results(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
+    """Memory for what ``fuse`` returns, of as many ``columns`` of the projection."""
     tokens, n, hidden = x.shape
-    head = p.shape[2] == n
-    chosen = chosen or apply_tile(tokens, n, x.element_size())
 
     def empty(*shape: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     u = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    mixes, sqrsum = empty(tokens, p.shape[2]), empty(tokens)
-    post, comb = (mixes, mixes) if head else (empty(tokens, n), empty(tokens, n, n))
+    sums = empty(tokens, columns), empty(tokens)
+    return (u, *sums) if columns == n else (u, empty(tokens, n), empty(tokens, n, n), *sums)
+
+
+def fuse(
+    x: torch.Tensor, p: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
+    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    chosen: dict[str, Any] | None = None, out: tuple[torch.Tensor, ...] | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """(U, post, comb, mixes, sqrsum) from partials; (U, mixes, sqrsum) for a head's n columns."""
+    tokens, n, hidden = x.shape
+    head = p.shape[2] == n
+    chosen = chosen or apply_tile(tokens, n, x.element_size())
+    out = results(x, p.shape[2]) if out is None else out
+    u, *coefficients, mixes, sqrsum = out
+    post, comb = (mixes, mixes) if head else coefficients
     s = p.shape[0]
     blocks = (tokens + TOKENS - 1) // TOKENS
     slab = chosen["BLOCK"] * chosen["HELD"]
     slabs = (hidden + slab - 1) // slab
     if not isinstance(tokens, int) or tokens:
-        wrap_triton(fuse_kernel)[(blocks + tokens * slabs,)](
+        launched(fuse_kernel, wrap_triton(fuse_kernel), x, (blocks + tokens * slabs,))(
             x, p, q, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden, x.stride(0),
             x.stride(1), blocks, slabs, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
             N=n, HEAD=head, S=s, LOG=(s - 1).bit_length(), H_OF=divisor(hidden, x.element_size()),
             STRIDE_OF=stride_divisor(x), BT=TOKENS, **chosen,
         )  # fmt: skip
-    return (u, mixes, sqrsum) if head else (u, post, comb, mixes, sqrsum)
+    return out
 
 
 def pre(
