@@ -13,6 +13,12 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
     from inductor_ext.ops._cross_entropy import cross_entropy as cross_entropy
     from inductor_ext.ops._distillation import sparse_distillation_loss as sparse_distillation_loss
     from inductor_ext.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from inductor_ext.ops._mhc import mhc_head as mhc_head
+    from inductor_ext.ops._mhc import mhc_post as mhc_post
+    from inductor_ext.ops._mhc import mhc_post_pre as mhc_post_pre
+    from inductor_ext.ops._mhc import mhc_pre as mhc_pre
+    from inductor_ext.ops._mhc import mhc_pre_from_mixes as mhc_pre_from_mixes
+    from inductor_ext.ops._mhc import sinkhorn as sinkhorn
     from inductor_ext.ops._softmax import log_softmax as log_softmax
     from inductor_ext.ops._softmax import softmax as softmax
 
@@ -20,6 +26,12 @@ _HOME = {
     "cross_entropy": "_cross_entropy",
     "linear_cross_entropy": "_linear_cross_entropy",
     "log_softmax": "_softmax",
+    "mhc_head": "_mhc",
+    "mhc_post": "_mhc",
+    "mhc_post_pre": "_mhc",
+    "mhc_pre": "_mhc",
+    "mhc_pre_from_mixes": "_mhc",
+    "sinkhorn": "_mhc",
     "softmax": "_softmax",
     "sparse_distillation_loss": "_distillation",
 }

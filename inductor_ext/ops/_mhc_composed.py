@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def wide(t: Tensor) -> Tensor:
-    return t if t.dtype == torch.float64 else t.float()
+from inductor_ext.ops._composed import wide
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
@@ -56,9 +54,7 @@ def from_mixes(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n = X.shape[-2]
     z = normalised(mixes, sqrsum, n * X.shape[-1], rms_eps)
-    gates, post, comb = coefficients(
-        z, scale, base, n, iters, pre_eps, sinkhorn_eps, post_mult
-    )
+    gates, post, comb = coefficients(z, scale, base, n, iters, pre_eps, sinkhorn_eps, post_mult)
     return apply(X, gates), post, comb
 
 

@@ -45,9 +45,7 @@ def pre_one(
     z = r * (w @ u)
     pre = sigmoid(scale[0] * z[:n] + base[:n]) + pre_eps
     post = post_mult * sigmoid(scale[1] * z[n : 2 * n] + base[n : 2 * n])
-    comb = sinkhorn_one(
-        (scale[2] * z[2 * n :] + base[2 * n :]).reshape(n, n), iters, sinkhorn_eps
-    )
+    comb = sinkhorn_one((scale[2] * z[2 * n :] + base[2 * n :]).reshape(n, n), iters, sinkhorn_eps)
     return sum(pre[i] * x[i] for i in range(n)), post, comb
 
 

@@ -1,0 +1,449 @@
+"""Manifold-constrained hyper-connections (mHC): n residual streams, mixed by learned coefficients.
+
+    u = vec(X)    r = rsqrt(sum(u^2) / (n H) + rms_eps)    z = r (W u)    columns: pre | post | comb
+    pre  = sigmoid(s0 z + b) + pre_eps       post = post_mult sigmoid(s1 z + b)
+    comb = Sinkhorn(s2 z + b)
+    U    = sum_i pre_i X_i                   X'_j = post_j Y + sum_i comb[i, j] X_i
+
+of the DeepSeek-V4 form (arXiv 2512.24880 has the idea). The operations carry their own gradients,
+so that autograd and the passes over graphs see one node each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import triton_op
+
+from inductor_ext.compat import float32_precision, under_functorch
+from inductor_ext.ops import _mhc_backward as backward
+from inductor_ext.ops import _mhc_checks as checks
+from inductor_ext.ops import _mhc_composed as composed
+from inductor_ext.ops._rows import beside
+from inductor_ext.templates import mhc_post as post_kernels
+from inductor_ext.templates import mhc_post_pre as post_pre_kernels
+from inductor_ext.templates import mhc_pre as pre_kernels
+
+MOST_PARTIALS = 16
+
+
+def kernels_apply(X: Tensor) -> bool:
+    """Whether kernels compute on such a residual: on a card, not fp64, under no transform of
+    torch.func, none of which knows the operations."""
+    return X.is_cuda and X.dtype != torch.float64 and not under_functorch()
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+@triton_op("inductor_ext::mhc_pre", mutates_args=())
+def _pre(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
+    sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    checks.check_pre(X, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    if not kernels_apply(X):
+        return composed.pre(X, W, scale, base, *options)
+    found = pre_kernels.pre(_tokens(X, 2), W, scale, base, *options, float32_precision())
+    return _leading(X.shape[:-2], found)
+
+
+@triton_op("inductor_ext::mhc_pre_from_mixes", mutates_args=())
+def _from_mixes(
+    mixes: Tensor, sqrsum: Tensor | None, X: Tensor, scale: Tensor, base: Tensor, iters: int,
+    rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    if not kernels_apply(X):
+        return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
+    U, post, comb, _, _ = pre_kernels.from_mixes(
+        mixes.contiguous(), None if sqrsum is None else sqrsum.contiguous(), _tokens(X, 2), scale,
+        base, *options,
+    )  # fmt: skip
+    return _leading(X.shape[:-2], (U, post, comb))
+
+
+@triton_op("inductor_ext::mhc_post", mutates_args=())
+def _post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    checks.check_post(X, Y, post, comb)
+    if not kernels_apply(X):
+        return composed.post(X, Y, post, comb)
+    found = post_kernels.post(_tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2))
+    return found.reshape(X.shape)
+
+
+@triton_op("inductor_ext::mhc_post_pre", mutates_args=())
+def _post_pre(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor,
+    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    checks.check_post(X, Y, post, comb)
+    checks.check_pre(X, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    if not kernels_apply(X):
+        return composed.post_pre(X, Y, post, comb, W, scale, base, *options)
+    X1, *rest = post_pre_kernels.post_pre(
+        _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2), W, scale, base, *options,
+        float32_precision(),
+    )  # fmt: skip
+    return X1.reshape(X.shape), *_leading(X.shape[:-2], rest)
+
+
+@triton_op("inductor_ext::mhc_head", mutates_args=())
+def _head(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    checks.check_head(X, W, scale, base, rms_eps, pre_eps)
+    if not kernels_apply(X):
+        return composed.head(X, W, scale, base, rms_eps, pre_eps)
+    found = pre_kernels.head(_tokens(X, 2), W, scale, base, rms_eps, pre_eps, float32_precision())
+    return _leading(X.shape[:-2], found)
+
+
+@triton_op("inductor_ext::sinkhorn", mutates_args=())
+def _sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    if not kernels_apply(logits):
+        return composed.sinkhorn(logits, iters, eps).to(logits.dtype)
+    n = logits.shape[-1]
+    return pre_kernels.sinkhorn(logits.reshape(-1, n, n), iters, eps).reshape(logits.shape)
+
+
+def _tokens(t: Tensor, kept: int) -> Tensor:
+    """One dimension of tokens in front of the last ``kept``, of which the last is dense."""
+    flat = t.reshape(-1, *t.shape[t.dim() - kept :])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _small(t: Tensor, kept: int) -> Tensor:
+    return t.reshape(-1, *t.shape[t.dim() - kept :])  # any strides
+
+
+def _leading(lead: Any, found: Any) -> Any:
+    return tuple(t.reshape(*lead, *t.shape[1:]) for t in found)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def _composed_gradients(fn: Callable[..., Any], tensors: Any, options: Any, grads: Any) -> Any:
+    """Those of ``fn(*tensors, *options)`` as differentiable functions, for ``create_graph``."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Nodes of their own: differentiating an input itself would run through what made it.
+        own = [t.view_as(t) for t in tensors]
+        own = [t if t.requires_grad else t.detach().requires_grad_() for t in own]
+        outputs = fn(*own, *options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=False) if g is not None]
+        return torch.autograd.grad(
+            [o for o, _ in pairs], own, [g.to(o.dtype) for o, g in pairs], create_graph=again,
+            allow_unused=True,
+        )  # fmt: skip
+
+
+def _differentiable() -> bool:
+    return torch.is_grad_enabled() or under_functorch()
+
+
+def _setup_pre(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.options = inputs[4:]
+    ctx.save_for_backward(*inputs[:4], *output[3:])
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _grad_pre(ctx: Any, dU: Any, dpost: Any, dcomb: Any, *_: Any) -> Any:
+    saved, none = ctx.saved_tensors, (None,) * 5
+    if dU is None and dpost is None and dcomb is None:
+        return (None,) * 4 + none
+    if _differentiable():
+        grads = _composed_gradients(composed.pre, saved[:4], ctx.options, (dU, dpost, dcomb))
+    else:
+        grads = backward.pre_backward(*saved, dU, dpost, dcomb, *ctx.options)
+    return (*grads, *none)
+
+
+_pre.register_autograd(_grad_pre, setup_context=_setup_pre)
+
+
+def _setup_from_mixes(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.options = inputs[5:]
+    ctx.save_for_backward(*inputs[:5])
+    ctx.set_materialize_grads(False)
+
+
+def _grad_from_mixes(ctx: Any, *grads: Any) -> Any:
+    mixes, sqrsum, *others = ctx.saved_tensors
+    none = (None,) * 5
+    if all(g is None for g in grads):
+        return (None,) * 5 + none
+    if sqrsum is None:
+        dmixes, *rest = _composed_gradients(
+            lambda m, *more: _composed_from_mixes(m, None, *more), (mixes, *others), ctx.options,
+            grads,
+        )  # fmt: skip
+        return (dmixes, None, *rest, *none)
+    found = _composed_gradients(_composed_from_mixes, (mixes, sqrsum, *others), ctx.options, grads)
+    return (*found, *none)
+
+
+_from_mixes.register_autograd(_grad_from_mixes, setup_context=_setup_from_mixes)
+
+
+def _composed_from_mixes(
+    mixes: Tensor, sqrsum: Tensor | None, X: Tensor, scale: Tensor, base: Tensor, *options: Any
+) -> Any:
+    total = composed.wide(X).square().sum((-2, -1)) if sqrsum is None else sqrsum.sum(0)
+    whole = mixes.sum(0).reshape(*X.shape[:-2], mixes.shape[-1])
+    return composed.from_mixes(whole, total.reshape(X.shape[:-2]), X, scale, base, *options)
+
+
+def _setup_post(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grad_post(ctx: Any, dX1: Any) -> Any:
+    if _differentiable():
+        return _composed_gradients(composed.post, ctx.saved_tensors, (), (dX1,))
+    return backward.post_backward(*ctx.saved_tensors, dX1)
+
+
+_post.register_autograd(_grad_post, setup_context=_setup_post)
+
+
+def _setup_post_pre(ctx: Any, inputs: Any, output: Any) -> None:
+    X, Y, post, comb, W, scale, base, *ctx.options = inputs
+    X1, _, _, _, mixes, sqrsum = output
+    ctx.save_for_backward(X, Y, post, comb, X1, W, scale, base, mixes, sqrsum)
+    ctx.mark_non_differentiable(mixes, sqrsum)
+    ctx.set_materialize_grads(False)
+
+
+def _grad_post_pre(ctx: Any, dX1: Any, dU: Any, dpost: Any, dcomb: Any, *_: Any) -> Any:
+    saved, none = ctx.saved_tensors, (None,) * 5
+    X, Y, post, comb, _, W, scale, base, _, _ = saved
+    given = dX1, dU, dpost, dcomb
+    if all(g is None for g in given):
+        return (None,) * 7 + none
+    if _differentiable():
+        inputs = X, Y, post, comb, W, scale, base
+        return (*_composed_gradients(composed.post_pre, inputs, ctx.options, given), *none)
+    if dU is None and dpost is None and dcomb is None:
+        return (*backward.post_backward(X, Y, post, comb, dX1), None, None, None, *none)
+    return (*backward.post_pre_backward(*saved, *given, *ctx.options), *none)
+
+
+_post_pre.register_autograd(_grad_post_pre, setup_context=_setup_post_pre)
+
+
+def _setup_head(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.options = inputs[4:]
+    ctx.save_for_backward(*inputs[:4], *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _grad_head(ctx: Any, dU: Any, *_: Any) -> Any:
+    saved, none = ctx.saved_tensors, (None, None)
+    if _differentiable():
+        return (*_composed_gradients(composed.head, saved[:4], ctx.options, (dU,)), *none)
+    return (*backward.head_backward(*saved, dU, *ctx.options), *none)
+
+
+_head.register_autograd(_grad_head, setup_context=_setup_head)
+
+
+def _setup_sinkhorn(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, *ctx.options = inputs
+    ctx.save_for_backward(logits)
+
+
+def _grad_sinkhorn(ctx: Any, dcomb: Any) -> Any:
+    (logits,) = ctx.saved_tensors
+    if _differentiable():
+        (found,) = _composed_gradients(_rounded_sinkhorn, (logits,), ctx.options, (dcomb,))
+        return found, None, None
+    return backward.sinkhorn_backward(logits, dcomb, *ctx.options), None, None
+
+
+_sinkhorn.register_autograd(_grad_sinkhorn, setup_context=_setup_sinkhorn)
+
+
+def _rounded_sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    return composed.sinkhorn(logits, iters, eps).to(logits.dtype)
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+def _weighted(X: Tensor, W: Tensor, norm_weight: Tensor | None) -> Tensor:
+    """W with the columns of ``norm_weight`` multiplied in, in the wider of the two dtypes."""
+    if norm_weight is None:
+        return W
+    checks.check_residual(X)
+    checks.check(
+        "norm_weight", norm_weight, (X.shape[-2] * X.shape[-1],), X, checks.wide_or_bf16(X)
+    )
+    return W * norm_weight
+
+
+def mhc_pre(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, *, iters: int = 20, rms_eps: float = 1e-6,
+    pre_eps: float = 1e-6, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
+    norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """A layer's input and its coefficients from the residual streams.
+
+        u = vec(X)    r = rsqrt(sum(u^2) / (n H) + rms_eps)    z = r (W u)
+        pre  = sigmoid(scale[0] z_pre + base_pre) + pre_eps             U = sum_i pre_i X_i
+        post = post_mult sigmoid(scale[1] z_post + base_post)
+        comb = sinkhorn(scale[2] z_comb + base_comb)
+
+    Args:
+        X: [..., n, H], n = 2, 4 or 8, bf16, fp16, fp32 or fp64, the last dimension dense, else
+            it is copied. fp64, CPU tensors and what runs under transforms of ``torch.func`` that
+            are not compiled are composed of torch functions.
+        W: [n (n + 2), n H] fp32 or bf16; rows pre | post | comb, comb row by row as [in, out].
+        scale: [3]. base: [n (n + 2)]. fp32. (All of them fp64 for fp64.)
+        iters: rounds of Sinkhorn, 1 or more; ``sinkhorn`` has them.
+        rms_eps, pre_eps, sinkhorn_eps: 0 or more.
+        norm_weight: [n H] fp32 or bf16, the weight of the norm: multiplies the columns of W.
+
+    Returns U [..., H] in the dtype of X, rounded once from fp32, post [..., n] and comb
+    [..., n, n] in fp32. The product with W has the precision of torch's float32 matmul setting.
+    Gradients of all inputs; those of gradients are composed. No tokens are fine. Deterministic, and
+    a token's results have the same bits however many tokens there are beside it.
+
+    Raises ValueError or TypeError for what does not fit.
+    """
+    W = _weighted(X, W, norm_weight)
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    checks.check_pre(X, W, scale, base, *options)
+    if not kernels_apply(X):
+        return composed.pre(X, W, scale, base, *options)[:3]
+    with beside(X):
+        return _pre(X, W, scale, base, *options)[:3]
+
+
+def mhc_pre_from_mixes(
+    mixes: Tensor, sqrsum: Tensor | None, X: Tensor, scale: Tensor, base: Tensor, *,
+    iters: int = 20, rms_eps: float = 1e-6, pre_eps: float = 1e-6, sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What follows the projection in ``mhc_pre``, for who brings a projection of their own.
+
+    Args:
+        mixes: [S, T, n (n + 2)] fp32, parts of W u, that is without r; S = 1 to 16 are summed.
+        sqrsum: [S, T] fp32, parts of sum(u^2); None computes it from X, which is another read.
+        X: [..., n, H] of T tokens. scale, base and the rest: as for ``mhc_pre``.
+
+    Returns (U, post, comb) as ``mhc_pre``. Gradients of all tensors, composed of torch functions.
+    Deterministic.
+
+    Raises ValueError or TypeError for what does not fit.
+    """
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    checks.check_gates(X, scale, base, *options)
+    n = X.shape[-2]
+    tokens = math.prod(X.shape[:-2])
+    if mixes.dim() != 3 or not 1 <= mixes.shape[0] <= MOST_PARTIALS:
+        raise ValueError(
+            f"mixes is expected as [S, T, {n * (n + 2)}] with S = 1 to {MOST_PARTIALS}, got "
+            f"{list(mixes.shape)}"
+        )
+    checks.check("mixes", mixes, (mixes.shape[0], tokens, n * (n + 2)), X)
+    if sqrsum is not None:
+        checks.check("sqrsum", sqrsum, (mixes.shape[0], tokens), X)
+    if not kernels_apply(X):
+        return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
+    with beside(X):
+        return _from_mixes(mixes, sqrsum, X, scale, base, *options)
+
+
+def mhc_post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """The residual streams behind a layer: ``X'_j = post_j Y + sum_i comb[i, j] X_i``.
+
+    Args:
+        X: [..., n, H], as for ``mhc_pre``. Y: [..., H] in the dtype of X, the layer's output.
+        post: [..., n], comb: [..., n, n] as [in, out], fp32 or bf16, of any strides: a transposed
+            comb is a view.
+
+    Returns X' in shape and dtype of X, computed in fp32 and rounded once: one read of X and Y, one
+    write. Gradients of all inputs; those of gradients are composed. Deterministic.
+
+    Raises ValueError or TypeError for what does not fit.
+    """
+    checks.check_post(X, Y, post, comb)
+    if not kernels_apply(X):
+        return composed.post(X, Y, post, comb)
+    with beside(X):
+        return _post(X, Y, post, comb)
+
+
+def mhc_post_pre(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor, *,
+    iters: int = 20, rms_eps: float = 1e-6, pre_eps: float = 1e-6, sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0, norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``mhc_post`` of one layer and ``mhc_pre`` of the next: (X', U, post', comb').
+
+    The projection of X' is made where X' is computed, of its values rounded to the dtype of X, as
+    if it had been stored and read. Arguments, gradients, determinism and errors are those of
+    the two functions.
+    """
+    W = _weighted(X, W, norm_weight)
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    checks.check_post(X, Y, post, comb)
+    checks.check_pre(X, W, scale, base, *options)
+    if not kernels_apply(X):
+        return composed.post_pre(X, Y, post, comb, W, scale, base, *options)[:4]
+    with beside(X):
+        return _post_pre(X, Y, post, comb, W, scale, base, *options)[:4]
+
+
+def mhc_head(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, *, rms_eps: float = 1e-6,
+    pre_eps: float = 1e-6, norm_weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The model's output from its residual streams: the pre gates alone.
+
+    Args:
+        X: [..., n, H]. W: [n, n H]. scale: [1]. base: [n]. The rest as for ``mhc_pre``.
+
+    Returns ``U = sum_i (sigmoid(scale z_i + base_i) + pre_eps) X_i`` [..., H] in the dtype of X.
+    Gradients, precision, determinism and errors as for ``mhc_pre``.
+    """
+    W = _weighted(X, W, norm_weight)
+    checks.check_head(X, W, scale, base, rms_eps, pre_eps)
+    if not kernels_apply(X):
+        return composed.head(X, W, scale, base, rms_eps, pre_eps)[0]
+    with beside(X):
+        return _head(X, W, scale, base, rms_eps, pre_eps)[0]
+
+
+def sinkhorn(logits: Tensor, *, iters: int = 20, eps: float = 1e-6) -> Tensor:
+    """A nearly doubly stochastic matrix: ``softmax(logits)``, columns and rows normalised in turn.
+
+        C = softmax over the last axis + eps;   C = C / (column sums + eps)
+        iters - 1 times:   C = C / (row sums + eps);   C = C / (column sums + eps)
+
+    Args:
+        logits: [..., n, n], n = 2, 4 or 8, fp16, bf16, fp32 or fp64.
+        iters: 1 or more. eps: 0 or more.
+
+    Returns C in shape and dtype of the logits, computed in fp32 (fp64 for fp64), with a gradient.
+    Deterministic. Raises ValueError or TypeError for what does not fit.
+    """
+    checks.check_residual(logits)
+    if logits.shape[-1] != logits.shape[-2]:
+        raise ValueError(f"logits is expected as [..., n, n], got {list(logits.shape)}")
+    checks.check_iters(iters)
+    checks.check_number("eps", eps)
+    if not kernels_apply(logits):
+        return _rounded_sinkhorn(logits, iters, eps)
+    with beside(logits):
+        return _sinkhorn(logits, iters, eps)
