@@ -505,7 +505,6 @@ def main() -> None:
                 print(*row.values(), flush=True)
         except Exception as error:
             print(case.stage, case.name, measure.one_line(error), file=sys.stderr, flush=True)
-        gc.collect()
     table.close()
     write(args.out, args.name, rows, meta | {"cases_asked": len(work)})
 
