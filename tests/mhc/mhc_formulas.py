@@ -1,6 +1,6 @@
 """The formulas of mHC once more, inputs of a realistic scale, and how results are judged.
 
-For the tests of properties. The fixture ``way`` runs a test twice: by torch functions, and by the kernels in
+The fixture ``way`` runs a test twice: by torch functions, and by the kernels in
 Triton's interpreter.
 """
 
