@@ -1,0 +1,158 @@
+"""The coefficients of mHC on the card: sums of partials in a fixed tree, gates, Sinkhorn.
+
+A token's coefficients are computed by one thread: its n x n entries are a tuple of registers, so
+that no iteration of Sinkhorn exchanges anything.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(512)  # partial sums that a program adds at a time
+
+
+@triton.jit
+def added(terms, LOG: tl.constexpr):
+    """The sum of 2^LOG terms, neighbours first: the tree that ``mhc_pre`` sums its groups in."""
+    for level in tl.static_range(LOG):
+        pairs = ()
+        for i in tl.static_range(1 << (LOG - 1 - level)):
+            pairs = pairs + (terms[2 * i] + terms[2 * i + 1],)
+        terms = pairs
+    return terms[0]
+
+
+@triton.jit
+def summed(at, stride, mask, S: tl.constexpr, LOG: tl.constexpr):
+    """``sum_s at[s stride]`` of S partials, filled up with zeros to 2^LOG."""
+    terms = ()
+    for s in tl.static_range(1 << LOG):
+        if s < S:
+            if mask is None:
+                terms = terms + (tl.load(at + s * stride),)
+            else:
+                terms = terms + (tl.load(at + s * stride, mask=mask, other=0.0),)
+        else:
+            terms = terms + (tl.zeros_like(terms[0]),)
+    return added(terms, LOG)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def by_rows(c, eps, N: tl.constexpr):
+    out = ()
+    for i in tl.static_range(N):
+        total = c[i * N]
+        for j in tl.static_range(1, N):
+            total = total + c[i * N + j]
+        inverse = 1.0 / (total + eps)
+        for j in tl.static_range(N):
+            out = out + (c[i * N + j] * inverse,)
+    return out
+
+
+@triton.jit
+def by_columns(c, eps, N: tl.constexpr):
+    inverse = ()
+    for j in tl.static_range(N):
+        total = c[j]
+        for i in tl.static_range(1, N):
+            total = total + c[i * N + j]
+        inverse = inverse + (1.0 / (total + eps),)
+    out = ()
+    for i in tl.static_range(N):
+        for j in tl.static_range(N):
+            out = out + (c[i * N + j] * inverse[j],)
+    return out
+
+
+@triton.jit
+def row_softmax(c, N: tl.constexpr):
+    out = ()
+    for i in tl.static_range(N):
+        peak = c[i * N]
+        for j in tl.static_range(1, N):
+            peak = tl.maximum(peak, c[i * N + j])
+        powers = ()
+        total = tl.zeros_like(peak)
+        for j in tl.static_range(N):
+            powers = powers + (tl.exp(c[i * N + j] - peak),)
+            total = total + powers[j]
+        inverse = 1.0 / total
+        for j in tl.static_range(N):
+            out = out + (powers[j] * inverse,)
+    return out
+
+
+@triton.jit
+def sinkhorn_of(logits, iters, eps, N: tl.constexpr):
+    """The N * N entries, row by row, of a tuple of as many logits."""
+    c = ()
+    softened = row_softmax(logits, N)
+    for k in tl.static_range(N * N):
+        c = c + (softened[k] + eps,)
+    c = by_columns(c, eps, N)
+    for _ in range(1, iters):
+        c = by_columns(by_rows(c, eps, N), eps, N)
+    return c
+
+
+@triton.jit
+def put_sums(P, Q, MIXES, SQRSUM, block, tokens, C: tl.constexpr, S: tl.constexpr,
+             LOG: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    """MIXES and SQRSUM of a block of tokens from partials P [S, tokens, C], Q [S, tokens]."""
+    first = block.to(tl.int64) * BT
+    size = tl.cast(tokens, tl.int64) * C
+    for k in range(0, BT * C, CHUNK):
+        i = k + tl.arange(0, CHUNK)
+        here = (i < BT * C) & (first * C + i < size)
+        tl.store(MIXES + first * C + i, summed(P + first * C + i, size, here, S, LOG), mask=here)
+    t = first + tl.arange(0, BT)
+    total = summed(Q + t, tl.cast(tokens, tl.int64), t < tokens, S, LOG)
+    tl.store(SQRSUM + t, total, mask=t < tokens)
+
+
+@triton.jit
+def put_coefficients(
+    MIXES, SQRSUM, SCALE, BASE, POST, COMB, block, tokens, size, iters, rms_eps, sinkhorn_eps,
+    post_mult, N: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """POST and COMB of a block of tokens from their sums."""
+    C: tl.constexpr = N * (N + 2)
+    t = block.to(tl.int64) * BT + tl.arange(0, BT)
+    there = t < tokens
+    r = tl.rsqrt(tl.load(SQRSUM + t, mask=there, other=1.0) / size + rms_eps)
+    at = MIXES + t * C
+    s1, s2 = tl.load(SCALE + 1), tl.load(SCALE + 2)
+    for j in tl.static_range(N):
+        z = tl.load(at + N + j, mask=there, other=0.0) * r
+        gate = post_mult * sigmoid(s1 * z + tl.load(BASE + N + j))
+        tl.store(POST + t * N + j, gate, mask=there)
+    logits = ()
+    for k in tl.static_range(N * N):
+        z = tl.load(at + 2 * N + k, mask=there, other=0.0) * r
+        logits = logits + (s2 * z + tl.load(BASE + 2 * N + k),)
+    comb = sinkhorn_of(logits, iters, sinkhorn_eps, N)
+    for k in tl.static_range(N * N):
+        tl.store(COMB + t * (N * N) + k, comb[k], mask=there)
+
+
+@triton.jit
+def gates_of(
+    P, Q, SCALE, BASE, t, tokens, size, rms_eps, pre_eps,
+    N: tl.constexpr, C: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """The N pre gates of one token, each a number."""
+    wide = tl.cast(tokens, tl.int64)
+    r = tl.rsqrt(summed(Q + t, wide, None, S, LOG) / size + rms_eps)
+    s0 = tl.load(SCALE)
+    gates = ()
+    for i in tl.static_range(N):
+        z = summed(P + t * C + i, wide * C, None, S, LOG) * r
+        gates = gates + (sigmoid(s0 * z + tl.load(BASE + i)) + pre_eps,)
+    return gates
