@@ -1,6 +1,6 @@
 """Gradients of the mHC operations, for the autograd formulas of ``_mhc``.
 
-    z = r raw, r = rsqrt(sqrsum / K + rms_eps)          dz = s dlogit, dlogit through sigmoid, Sinkhorn
+    z = r raw, r = rsqrt(sqrsum / K + rms_eps)         dz = s dlogit
     draw = r dz,  f = r^2 / K <dz, z>
     dX_i = pre_i dU + W_i^T draw - f X_i                dW = sum_t draw_t X_t^T
     dscale = sum dlogit z,  dbase = sum dlogit          dpre_i = <dU, X_i>
@@ -21,10 +21,75 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import triton_op
 
+from inductor_ext.compat import under_functorch
 from inductor_ext.ops._composed import wide
+from inductor_ext.ops._rows import is_zero
+from inductor_ext.templates import mhc_post_backward as post_kernels
+from inductor_ext.templates import mhc_post_pre_backward as boundary_kernels
+from inductor_ext.templates import mhc_pre_backward as pre_kernels
+from inductor_ext.templates import mhc_sinkhorn_backward as sinkhorn_kernels
 
 Grad = Tensor | None
+
+
+def kernels_apply(X: Tensor) -> bool:
+    """Whether the kernels compute gradients of such a residual."""
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    return X.is_cuda and X.dtype in kinds and shapes_apply(X)
+
+
+def shapes_apply(X: Tensor) -> bool:
+    """What the kernels ask besides a card and a dtype: elements, and no transform of torch.func."""
+    return not under_functorch() and not is_zero(X.numel())
+
+
+@triton_op("inductor_ext::mhc_pre_backward", mutates_args=())
+def _pre(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
+    dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None, iters: int, rms_eps: float,
+    pre_eps: float, sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return pre_kernels.backward(
+        X, W, scale, base, mixes, sqrsum, dU, dpost, dcomb, iters, rms_eps, pre_eps, sinkhorn_eps,
+        post_mult,
+    )  # fmt: skip
+
+
+@triton_op("inductor_ext::mhc_post_backward", mutates_args=())
+def _post(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, dX1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return post_kernels.backward(X, Y, post, comb, dX1)
+
+
+@triton_op("inductor_ext::mhc_post_pre_backward", mutates_args=())
+def _post_pre(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, X1: Tensor, W: Tensor, scale: Tensor,
+    base: Tensor, mixes1: Tensor, sqrsum1: Tensor, dX1: Tensor | None, dU: Tensor | None,
+    dpost1: Tensor | None, dcomb1: Tensor | None, iters: int, rms_eps: float, pre_eps: float,
+    sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return boundary_kernels.backward(
+        X, Y, post, comb, X1, W, scale, base, mixes1, sqrsum1, dX1, dU, dpost1, dcomb1, iters,
+        rms_eps, pre_eps, sinkhorn_eps, post_mult,
+    )  # fmt: skip
+
+
+@triton_op("inductor_ext::sinkhorn_backward", mutates_args=())
+def _sinkhorn(logits: Tensor, dcomb: Tensor, iters: int, eps: float) -> Tensor:
+    return sinkhorn_kernels.sinkhorn_backward(logits, dcomb, iters, eps)
+
+
+def _flat(t: Tensor, kept: int) -> Tensor:
+    """One dimension of tokens in front of the last ``kept``; any strides."""
+    return t.reshape(-1, *t.shape[t.dim() - kept :])
+
+
+def _dense(t: Grad, kept: int) -> Any:
+    """As ``_flat``, contiguous."""
+    return None if t is None else _flat(t, kept).contiguous()
 
 
 def pre_backward(
@@ -39,11 +104,15 @@ def pre_backward(
         mixes, sqrsum: [..., n (n + 2)] and [...], as the forward returned them.
         dU: [..., H]. dpost: [..., n]. dcomb: [..., n, n]. None for zeros.
     """
-    dx, dw, dscale, dbase = _composed_pre(
-        X, W, scale, base, mixes, sqrsum, dU, dpost, dcomb, iters, rms_eps, pre_eps, sinkhorn_eps,
-        post_mult,
-    )  # fmt: skip
-    return dx.to(X.dtype), dw, dscale, dbase
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    if kernels_apply(X):
+        dx, *rest = _pre(
+            _dense(X, 2), W.contiguous(), scale.contiguous(), base.contiguous(), _dense(mixes, 1),
+            _dense(sqrsum, 0), _dense(dU, 1), _dense(dpost, 1), _dense(dcomb, 2), *options,
+        )  # fmt: skip
+        return dx.reshape(X.shape), *rest
+    dx, *rest = _composed_pre(X, W, scale, base, mixes, sqrsum, dU, dpost, dcomb, *options)
+    return dx.to(X.dtype), *rest
 
 
 def post_backward(
@@ -54,6 +123,9 @@ def post_backward(
     Args:
         X, dX1: [..., n, H]. Y: [..., H]. post: [..., n]. comb: [..., n, n], any strides.
     """
+    if kernels_apply(X):
+        found = _post(_dense(X, 2), _dense(Y, 1), _dense(post, 1), _flat(comb, 2), _dense(dX1, 2))
+        return _shaped(found, X, Y, post, comb)
     return _composed_post(X, Y, post, comb, wide(dX1))
 
 
@@ -73,12 +145,18 @@ def post_pre_backward(
 
     The two parts of X1's gradient are added in fp32 and not rounded on the way to the others.
     """
-    dx1, dw, dscale, dbase = _composed_pre(
-        X1, W, scale, base, mixes1, sqrsum1, dU, dpost1, dcomb1, iters, rms_eps, pre_eps,
-        sinkhorn_eps, post_mult,
-    )  # fmt: skip
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    if kernels_apply(X):
+        *found, dw, dscale, dbase = _post_pre(
+            _dense(X, 2), _dense(Y, 1), _dense(post, 1), _flat(comb, 2), _dense(X1, 2),
+            W.contiguous(), scale.contiguous(), base.contiguous(), _dense(mixes1, 1),
+            _dense(sqrsum1, 0), _dense(dX1, 2), _dense(dU, 1), _dense(dpost1, 1),
+            _dense(dcomb1, 2), *options,
+        )  # fmt: skip
+        return *_shaped(found, X, Y, post, comb), dw, dscale, dbase
+    dx1, *rest = _composed_pre(X1, W, scale, base, mixes1, sqrsum1, dU, dpost1, dcomb1, *options)
     dx1 = dx1 if dX1 is None else dx1 + dX1
-    return *_composed_post(X, Y, post, comb, dx1), dw, dscale, dbase
+    return *_composed_post(X, Y, post, comb, dx1), *rest
 
 
 def head_backward(
@@ -97,7 +175,14 @@ def head_backward(
 
 def sinkhorn_backward(logits: Tensor, dcomb: Tensor, iters: int, eps: float) -> Tensor:
     """The gradient of ``logits`` [..., n, n] from that of ``sinkhorn(logits)``."""
+    if kernels_apply(logits):
+        dlogits = _sinkhorn(_dense(logits, 2), _dense(dcomb, 2), iters, eps)
+        return dlogits.reshape(logits.shape)
     return _composed_sinkhorn(wide(logits), wide(dcomb), iters, eps).to(logits.dtype)
+
+
+def _shaped(found: Any, *like: Tensor) -> Any:
+    return tuple(t.reshape(own.shape) for t, own in zip(found, like, strict=True))
 
 
 # --- composed of torch functions ------------------------------------------------------------------
@@ -184,10 +269,12 @@ def _composed_head(
 def _composed_post(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, dX1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx = wide(comb) @ dX1
+    # Sums, no matrix products, whose precision is a setting.
+    c, streams = wide(comb), range(X.shape[-2])
+    dx = torch.stack([(c[..., i, :, None] * dX1).sum(-2) for i in streams], -2)
     dy = (wide(post)[..., None] * dX1).sum(-2)
     dpost = (dX1 * wide(Y)[..., None, :]).sum(-1)
-    dcomb = wide(X) @ dX1.mT
+    dcomb = torch.stack([(wide(X) * dX1[..., j, None, :]).sum(-1) for j in streams], -1)
     return dx.to(X.dtype), dy.to(Y.dtype), dpost.to(post.dtype), dcomb.to(comb.dtype)
 
 

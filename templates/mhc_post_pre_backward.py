@@ -1,0 +1,190 @@
+"""The gradient of a post and the pre that follows it: 48 H bytes a token for n = 4 and 16 bits.
+
+With X1, what the post returned, and draw, f, pre of the pre as in ``mhc_pre_backward``,
+
+    D_j = dX1_j + pre_j dU + W_j^T draw - f X1_j       in fp32, rounded to nothing
+    dX_i = sum_j comb[i, j] D_j       dcomb[i, j] = <X_i, D_j>
+    dY = sum_j post_j D_j             dpost_j = <D_j, Y>         dW_j = sum_t draw_t X1_jt^T
+
+A program owns BH columns of all streams and walks the tokens of one range: dW has a part per range,
+dpost and dcomb one per BH columns. Two more kernels add the parts up, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import wrap_triton
+
+from .mhc_pre_backward import (
+    add_outer,
+    divisor,
+    even,
+    finish,
+    padded,
+    range_of,
+    slopes,
+    through_weights,
+    weights,
+)
+
+
+@triton.jit
+def load_rows(at, mask):
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def boundary_kernel(
+    X, Y, POST, COMB, X1, DX1, DU, W, DRAW, COEFFICIENTS, DX, DY, MIXED, PARTS,
+    tokens, hidden, length, comb_t, comb_i, comb_j,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    HAS_DX1: tl.constexpr, HAS_DU: tl.constexpr, HIDDEN_OF: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    SPLIT: tl.constexpr = W.dtype.element_ty != tl.bfloat16
+    hidden = hidden // HIDDEN_OF * HIDDEN_OF  # what masks and rows are made of, by its divisor
+    width = hidden * N
+    slab, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    h = slab * BH + tl.arange(0, BH)
+    m = tl.arange(0, P)
+    within = h < hidden
+    w_high, w_low, dw = (), (), ()
+    for j in tl.static_range(N):
+        w_mask = (m < M)[None, :] & within[:, None]
+        w_parts = weights(W + j * hidden, m, h, w_mask, width, M, SPLIT)
+        w_high, w_low = w_high + (w_parts[0],), w_low + (w_parts[1],)  # type: ignore[assignment]
+        dw = dw + (tl.zeros([BH, P], tl.float32),)  # type: ignore[assignment]
+    first = part * length
+    for start in range(first, tl.minimum(first + length, tokens), BT):
+        t = tl.arange(0, BT)
+        rows = start + t < tokens
+        mask = rows[:, None]
+        if not EVEN:
+            mask = mask & within[None, :]
+        at = start * width + (t[:, None] * width + h[None, :])
+        at_one = start * hidden + (t[:, None] * hidden + h[None, :])
+        x1s, dx1s = (), ()
+        for j in tl.static_range(N):
+            x1s = x1s + (load_rows(X1 + at + j * hidden, mask),)  # type: ignore[assignment]
+            if HAS_DX1:
+                dx1s = dx1s + (load_rows(DX1 + at + j * hidden, mask),)  # type: ignore[assignment]
+        if HAS_DU:
+            du = load_rows(DU + at_one, mask)
+        draw_at = DRAW + start * (2 * M) + (t[:, None] * (2 * M) + m[None, :])
+        draw_mask = rows[:, None] & (m < M)[None, :]
+        high, low = load_rows(draw_at, draw_mask), load_rows(draw_at + M, draw_mask)
+        f = load_rows(COEFFICIENTS + N * tokens + start + t, rows)
+        ds, next_dw = (), ()
+        for j in tl.static_range(N):
+            d = through_weights(w_high[j], w_low[j], high, low, SPLIT)
+            d -= f[:, None] * x1s[j].to(tl.float32)
+            if HAS_DX1:
+                d += dx1s[j].to(tl.float32)
+            if HAS_DU:
+                pre = load_rows(COEFFICIENTS + j * tokens + start + t, rows)
+                d += pre[:, None] * du.to(tl.float32)
+            ds = ds + (d,)  # type: ignore[assignment]
+            next_dw = next_dw + (add_outer(dw[j], x1s[j], high, low),)  # type: ignore[assignment]
+        dw = next_dw
+        mixed_at = MIXED + slab.to(tl.int64) * (N * (N + 1)) * tokens + start + t
+        y = load_rows(Y + at_one, mask).to(tl.float32)
+        dy = tl.zeros([BT, BH], tl.float32)
+        for j in tl.static_range(N):
+            post = load_rows(POST + (start + t) * N + j, rows).to(tl.float32)
+            dy += post[:, None] * ds[j]
+            tl.store(mixed_at + j * tokens, tl.sum(y * ds[j], 1), mask=rows)
+        tl.store(DY + at_one, dy.to(DY.dtype.element_ty), mask=mask)
+        comb_at = COMB + start * comb_t + t * comb_t
+        for i in tl.static_range(N):
+            x = load_rows(X + at + i * hidden, mask).to(tl.float32)
+            dx = tl.zeros([BT, BH], tl.float32)
+            for j in tl.static_range(N):
+                comb = load_rows(comb_at + i * comb_i + j * comb_j, rows).to(tl.float32)
+                dx += comb[:, None] * ds[j]
+                tl.store(mixed_at + (N + i * N + j) * tokens, tl.sum(x * ds[j], 1), mask=rows)
+            tl.store(DX + at + i * hidden, dx.to(DX.dtype.element_ty), mask=mask)
+    for j in tl.static_range(N):
+        part_at = PARTS + part * (M * width) + (m[None, :] * width + j * hidden + h[:, None])
+        tl.store(part_at, dw[j], mask=(m < M)[None, :] & within[:, None])
+
+
+@triton.jit
+def mixed_kernel(MIXED, DPOST, DCOMB, tokens, slabs, N: tl.constexpr, BLOCK: tl.constexpr):
+    """dpost and dcomb: the sums of their parts, a value of a block of tokens per program."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.program_id(1)
+    at, step = MIXED + value.to(tl.int64) * tokens + t, tokens.to(tl.int64) * (N * (N + 1))
+    total = tl.zeros([BLOCK], tl.float32)
+    for slab in range(0, slabs):
+        total += tl.load(at + slab * step, mask=t < tokens, other=0.0)
+    if value < N:
+        tl.store(DPOST + t * N + value, total.to(DPOST.dtype.element_ty), mask=t < tokens)
+    else:
+        dcomb_at = DCOMB + t * (N * N) + (value - N)
+        tl.store(dcomb_at, total.to(DCOMB.dtype.element_ty), mask=t < tokens)
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How ``boundary_kernel`` is cut: ``tokens`` and ``columns`` of a block, ``ranges`` of tokens,
+    ``warps``."""
+
+    tokens: int
+    columns: int
+    ranges: int
+    warps: int
+
+
+_PROGRAMS = 264
+
+
+def tile(n: int, hidden: Any, itemsize: int) -> Tile:
+    """The tile for residuals of n streams of ``hidden`` columns."""
+    columns = 64
+    slabs = triton.cdiv(hidden, columns) if isinstance(hidden, int) else 64
+    return Tile(16, columns, max(1, min(16, _PROGRAMS // slabs)), 4)
+
+
+def backward(
+    x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, x1: torch.Tensor,
+    w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, mixes: torch.Tensor,
+    sqrsum: torch.Tensor, dx1: torch.Tensor | None, du: torch.Tensor | None,
+    dpost1: torch.Tensor | None, dcomb1: torch.Tensor | None, iters: int, rms_eps: float,
+    pre_eps: float, eps: float, post_mult: float, chosen: Tile | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """(dX, dY, dpost, dcomb, dW, dscale, dbase) of X, X1, dX1 [T, n, H], Y, dU [T, H].
+
+    All contiguous but comb [T, n, n], which has any strides.
+    """
+    tokens, n, hidden = x.shape
+    m = base.shape[0]
+    chosen = chosen or tile(n, hidden, x.element_size())
+    draw, coefficients, sums = slopes(
+        x1, scale, base, mixes, sqrsum, du, dpost1, dcomb1, iters, rms_eps, pre_eps, eps, post_mult
+    )
+    slabs = triton.cdiv(hidden, chosen.columns)
+    dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
+    dy = torch.empty((tokens, hidden), dtype=y.dtype, device=x.device)
+    dpost = torch.empty((tokens, n), dtype=post.dtype, device=x.device)
+    dcomb = torch.empty((tokens, n, n), dtype=comb.dtype, device=x.device)
+    mixed = torch.empty((slabs, n * (n + 1), tokens), dtype=torch.float32, device=x.device)
+    parts = torch.empty((chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device)
+    wrap_triton(boundary_kernel)[(slabs, chosen.ranges)](
+        x, y, post, comb, x1, x1 if dx1 is None else dx1, x1 if du is None else du, w, draw,
+        coefficients, dx, dy, mixed, parts, tokens, hidden,
+        range_of(tokens, chosen.ranges, chosen.tokens), *comb.stride(),
+        N=n, M=m, P=padded(m), BT=chosen.tokens, BH=chosen.columns, HAS_DX1=dx1 is not None,
+        HAS_DU=du is not None, HIDDEN_OF=divisor(hidden), EVEN=even(hidden, chosen.columns),
+        num_warps=chosen.warps, num_stages=1,
+    )  # fmt: skip
+    wrap_triton(mixed_kernel)[(triton.cdiv(tokens, 128), n * (n + 1))](
+        mixed, dpost, dcomb, tokens, slabs, N=n, BLOCK=128, num_warps=4
+    )
+    return dx, dy, dpost, dcomb, *finish(parts, sums, n, w, scale, base)

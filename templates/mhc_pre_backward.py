@@ -1,0 +1,400 @@
+"""The gradient of mHC's pre, in four kernels and 28 H bytes a token for n = 4 and 16 bits.
+
+    dpre_i = <dU, X_i>                                                      products, a token each
+    dlogit of the gates and, through Sinkhorn, of comb;  dz = s dlogit      logits, tokens at once
+    draw = r dz,  f = r^2 / K <dz, z>
+    dX_i = pre_i dU + W_i^T draw - f X_i,   dW_i = sum_t draw_t X_it^T      gradient, a slab of K
+    sums over the parts of dW, dscale, dbase                                finish
+
+A program of ``gradient_kernel`` owns BH columns of G streams and walks the tokens of one range, of
+which there is a fixed number: dX is summed in fp32 and rounded once, dW has one part per range.
+Both products run on tensor cores in bf16: an operand that is not bf16 is split into two bf16 parts,
+and the product of the small parts is dropped, 2^-18 of the result. No atomics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import wrap_triton
+
+from .mhc_sinkhorn_backward import block_of, held_rounds, sinkhorn_slope
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def over_columns(x, THREADS: tl.constexpr, E: tl.constexpr):
+    """Sums of [rows, THREADS E] over each thread's E columns."""
+    return tl.sum(tl.reshape(x, [x.shape[0], THREADS, E]), 2)
+
+
+@triton.jit
+def products_kernel(
+    X, DU, DPRE, tokens, hidden,
+    N: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr, HIDDEN_OF: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = THREADS * E
+    hidden = hidden // HIDDEN_OF * HIDDEN_OF  # what masks and rows are made of, by its divisor
+    t = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, N)
+    c = tl.arange(0, BLOCK)[None, :]
+    x_at, du_at = X + t * (hidden * N) + i[:, None] * hidden, DU + t * hidden
+    total = tl.zeros([N, THREADS], tl.float32)
+    for h in range(0, hidden, BLOCK):
+        if EVEN:
+            x, du = tl.load(x_at + h + c), tl.load(du_at + h + c)
+        else:
+            x = tl.load(x_at + h + c, mask=h + c < hidden, other=0.0)
+            du = tl.load(du_at + h + c, mask=h + c < hidden, other=0.0)
+        total += over_columns(x.to(tl.float32) * du.to(tl.float32), THREADS, E)
+    tl.store(DPRE + t * N + i, tl.sum(total, 1))
+
+
+@triton.jit
+def split(x):
+    """x in two bf16 parts."""
+    high = x.to(tl.bfloat16)
+    return high, (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def put_slope(DRAW, SUMS, at, sums_at, dlogit, z, r, scale, mask, M: tl.constexpr):
+    """Store draw in two parts and the sums over the tokens of dlogit and dlogit z."""
+    high, low = split(r * (scale * dlogit))
+    tl.store(DRAW + at, high, mask=mask)
+    tl.store(DRAW + M + at, low, mask=mask)
+    tl.store(SUMS + sums_at, tl.sum(dlogit, 0))
+    tl.store(SUMS + M + sums_at, tl.sum(dlogit * z, 0))
+
+
+@triton.jit
+def logits_kernel(
+    MIXES, SQRSUM, SCALE, BASE, DPRE, DPOST, DCOMB, DRAW, COEFFICIENTS, SUMS,
+    tokens, width, rms_eps, pre_eps, eps, post_mult,
+    N: tl.constexpr, M: tl.constexpr, B: tl.constexpr, HAS_DU: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_COMB: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    rms_eps, pre_eps = tl.cast(rms_eps, tl.float32), tl.cast(pre_eps, tl.float32)
+    eps, post_mult = tl.cast(eps, tl.float32), tl.cast(post_mult, tl.float32)
+    program = tl.program_id(0)
+    t = program.to(tl.int64) * B + tl.arange(0, B)
+    inside = t < tokens
+    r = tl.rsqrt(tl.load(SQRSUM + t, mask=inside, other=1.0) / width + rms_eps)
+    i = tl.arange(0, N)[None, :]
+    rows, at = inside[:, None], t[:, None]
+    z = tl.load(MIXES + at * M + i, mask=rows, other=0.0) * r[:, None]
+    scale = tl.load(SCALE).to(tl.float32)
+    gate = tl.sigmoid(scale * z + tl.load(BASE + i).to(tl.float32))
+    dlogit = tl.zeros([B, N], tl.float32)
+    if HAS_DU:
+        dpre = tl.load(DPRE + at * N + i, mask=rows, other=0.0)
+        dlogit = dpre * gate * (1.0 - gate)
+    tl.store(COEFFICIENTS + i * tokens + at, gate + pre_eps, mask=rows)
+    norm = tl.sum(scale * dlogit * z, 1)
+    sums_at = program * (2 * M) + tl.arange(0, N)
+    put_slope(DRAW, SUMS, at * (2 * M) + i, sums_at, dlogit, z, r[:, None], scale, rows, M)
+    if M > N:
+        scale = tl.load(SCALE + 1).to(tl.float32)
+        z = tl.load(MIXES + at * M + N + i, mask=rows, other=0.0) * r[:, None]
+        dlogit = tl.zeros([B, N], tl.float32)
+        if HAS_POST:
+            gate = tl.sigmoid(scale * z + tl.load(BASE + N + i).to(tl.float32))
+            dpost = tl.load(DPOST + at * N + i, mask=rows, other=0.0).to(tl.float32)
+            dlogit = post_mult * dpost * gate * (1.0 - gate)
+        norm += tl.sum(scale * dlogit * z, 1)
+        sums_at = program * (2 * M) + N + tl.arange(0, N)
+        put_slope(DRAW, SUMS, at * (2 * M) + N + i, sums_at, dlogit, z, r[:, None], scale, rows, M)
+
+        scale = tl.load(SCALE + 2).to(tl.float32)
+        ij = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+        blocks, at_block = inside[:, None, None], t[:, None, None]
+        z = tl.load(MIXES + at_block * M + 2 * N + ij[None], mask=blocks, other=0.0)
+        z *= r[:, None, None]
+        dlogit = tl.zeros([B, N, N], tl.float32)
+        if HAS_COMB:
+            logits = scale * z + tl.load(BASE + 2 * N + ij)[None].to(tl.float32)
+            dcomb = tl.load(DCOMB + at_block * (N * N) + ij[None], mask=blocks, other=0.0)
+            dlogit = sinkhorn_slope(logits, dcomb.to(tl.float32), eps, ITERS, HELD)
+        norm += tl.sum(tl.sum(scale * dlogit * z, 2), 1)
+        put_slope(
+            DRAW, SUMS, at_block * (2 * M) + 2 * N + ij[None], program * (2 * M) + 2 * N + ij,
+            dlogit, z, r[:, None, None], scale, blocks, M,
+        )  # fmt: skip
+    tl.store(COEFFICIENTS + N * tokens + t, r * r / width * norm, mask=inside)
+
+
+@triton.jit
+def weights(W, m, h, inside, hidden, M: tl.constexpr, SPLIT: tl.constexpr):
+    """W_i^T [BH, P] of a stream in bf16 parts; the second is a zero where there is none."""
+    w = tl.load(W + m[None, :] * hidden + h[:, None], mask=inside, other=0.0)
+    high, low = w.to(tl.bfloat16), w.to(tl.bfloat16)
+    if SPLIT:
+        high, low = split(w)
+    return high, low
+
+
+@triton.jit
+def through_weights(w_high, w_low, high, low, SPLIT: tl.constexpr):
+    """W_i^T draw, transposed to [tokens, BH]."""
+    product = tl.dot(w_high, tl.trans(high))
+    product = tl.dot(w_high, tl.trans(low), product)
+    if SPLIT:
+        product = tl.dot(w_low, tl.trans(high), product)
+    return tl.trans(product)
+
+
+@triton.jit
+def add_outer(dw, x, high, low):
+    """dw [BH, P] + x^T draw, with x [tokens, BH]."""
+    if x.dtype == tl.bfloat16:
+        dw = tl.dot(tl.trans(x), high, dw)
+        dw = tl.dot(tl.trans(x), low, dw)
+    else:
+        x_high, x_low = split(x)
+        dw = tl.dot(tl.trans(x_high), high, dw)
+        dw = tl.dot(tl.trans(x_high), low, dw)
+        dw = tl.dot(tl.trans(x_low), high, dw)
+    return dw
+
+
+@triton.jit
+def gradient_kernel(
+    X, DU, W, DRAW, COEFFICIENTS, DX, PARTS, tokens, hidden, length,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, G: tl.constexpr, BT: tl.constexpr,
+    BH: tl.constexpr, HAS_DU: tl.constexpr, HIDDEN_OF: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    SPLIT: tl.constexpr = W.dtype.element_ty != tl.bfloat16
+    hidden = hidden // HIDDEN_OF * HIDDEN_OF
+    width = hidden * N
+    stream = tl.program_id(1) * G
+    part = tl.program_id(2).to(tl.int64)
+    h = tl.program_id(0) * BH + tl.arange(0, BH)
+    m = tl.arange(0, P)
+    within = h < hidden
+    w_high, w_low, dw = (), (), ()
+    for g in tl.static_range(G):
+        w_mask = (m < M)[None, :] & within[:, None]
+        w_parts = weights(W + (stream + g) * hidden, m, h, w_mask, width, M, SPLIT)
+        w_high, w_low = w_high + (w_parts[0],), w_low + (w_parts[1],)  # type: ignore[assignment]
+        dw = dw + (tl.zeros([BH, P], tl.float32),)  # type: ignore[assignment]
+    first = part * length
+    for start in range(first, tl.minimum(first + length, tokens), BT):
+        t = tl.arange(0, BT)
+        rows = start + t < tokens
+        mask = rows[:, None]
+        if not EVEN:
+            mask = mask & within[None, :]
+        at = start * width + stream * hidden
+        xs = ()
+        for g in tl.static_range(G):
+            x_at = X + at + g * hidden + t[:, None] * width + h[None, :]
+            xs = xs + (tl.load(x_at, mask=mask, other=0.0),)  # type: ignore[assignment]
+        du = tl.zeros([BT, BH], tl.float32)
+        if HAS_DU:
+            du_at = DU + start * hidden + t[:, None] * hidden + h[None, :]
+            du = tl.load(du_at, mask=mask, other=0.0).to(tl.float32)
+        draw_at = DRAW + start * (2 * M) + t[:, None] * (2 * M) + m[None, :]
+        draw_mask = rows[:, None] & (m < M)[None, :]
+        high = tl.load(draw_at, mask=draw_mask, other=0.0)
+        low = tl.load(draw_at + M, mask=draw_mask, other=0.0)
+        f = tl.load(COEFFICIENTS + N * tokens + start + t, mask=rows, other=0.0)
+        next_dw = ()
+        for g in tl.static_range(G):
+            dx = through_weights(w_high[g], w_low[g], high, low, SPLIT)
+            dx -= f[:, None] * xs[g].to(tl.float32)
+            if HAS_DU:
+                c_at = COEFFICIENTS + (stream + g) * tokens + start + t
+                dx += tl.load(c_at, mask=rows, other=0.0)[:, None] * du
+            dx_at = DX + at + g * hidden + t[:, None] * width + h[None, :]
+            tl.store(dx_at, dx.to(DX.dtype.element_ty), mask=mask)
+            next_dw = next_dw + (add_outer(dw[g], xs[g], high, low),)  # type: ignore[assignment]
+        dw = next_dw
+    for g in tl.static_range(G):
+        part_at = (
+            PARTS + part * (M * width) + m[None, :] * width + (stream + g) * hidden + h[:, None]
+        )
+        tl.store(part_at, dw[g], mask=(m < M)[None, :] & within[:, None])
+
+
+@triton.jit
+def finish_kernel(
+    PARTS, SUMS, DW, DSCALE, DBASE, size, rows,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, RANGES: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """dW from its parts; the last program has dscale and dbase, from the sums of blocks of tokens."""
+    program = tl.program_id(0)
+    if program < tl.num_programs(0) - 1:
+        k = program * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(RANGES):
+            total += tl.load(PARTS + part * size + k, mask=k < size, other=0.0)
+        tl.store(DW + k, total.to(DW.dtype.element_ty), mask=k < size)
+    else:
+        m = tl.arange(0, P)
+        dbase = tl.zeros([ROWS, P], tl.float32)
+        by_column = tl.zeros([ROWS, P], tl.float32)
+        for first in range(0, rows, ROWS):
+            row = first + tl.arange(0, ROWS)[:, None]
+            at = SUMS + row.to(tl.int64) * (2 * M) + m[None, :]
+            mask = (row < rows) & (m < M)[None, :]
+            dbase += tl.load(at, mask=mask, other=0.0)
+            by_column += tl.load(at + M, mask=mask, other=0.0)
+        tl.store(DBASE + m, tl.sum(dbase, 0).to(DBASE.dtype.element_ty), mask=m < M)
+        by_column = tl.sum(by_column, 0)
+        dpre = tl.sum(tl.where(m < N, by_column, 0.0), 0)
+        tl.store(DSCALE, dpre.to(DSCALE.dtype.element_ty))
+        if M > N:
+            dpost = tl.sum(tl.where((m >= N) & (m < 2 * N), by_column, 0.0), 0)
+            tl.store(DSCALE + 1, dpost.to(DSCALE.dtype.element_ty))
+            dcomb = tl.sum(tl.where(m >= 2 * N, by_column, 0.0), 0)
+            tl.store(DSCALE + 2, dcomb.to(DSCALE.dtype.element_ty))
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How ``gradient_kernel`` is cut.
+
+    ``tokens`` and ``columns`` of a block; ``streams`` of a program; ``ranges`` of tokens, each with
+    its part of dW; ``warps``.
+    """
+
+    tokens: int
+    columns: int
+    streams: int
+    ranges: int
+    warps: int
+
+
+_PROGRAMS = 264  # two on each multiprocessor of an H200
+
+
+def tile(n: int, hidden: Any, itemsize: int) -> Tile:
+    """The tile for residuals of n streams of ``hidden`` columns."""
+    slabs = triton.cdiv(hidden, 128) * n if isinstance(hidden, int) else 128
+    return Tile(32, 128, 1, max(1, min(16, _PROGRAMS // slabs)), 8)
+
+
+def divisor(hidden: Any) -> int:
+    """A power of two that divides ``hidden``, as far as it is known."""
+    if not isinstance(hidden, int):
+        return 1
+    return next(p for p in (16, 8, 4, 2, 1) if hidden % p == 0)
+
+
+def even(hidden: Any, block: int) -> bool:
+    """Whether blocks of columns are known to need no mask."""
+    return isinstance(hidden, int) and hidden % block == 0
+
+
+def padded(m: int) -> int:
+    """Columns of W as the tensor cores want them."""
+    return max(16, triton.next_power_of_2(m))
+
+
+def columns_tile(n: int, hidden: Any, itemsize: int) -> dict[str, Any]:
+    """Threads and columns of a thread where a program walks the columns of one token."""
+    elements, warps = (16 if n < 8 else 8) // itemsize, 4
+    if isinstance(hidden, int) and hidden <= 32 * elements * 2:
+        warps = 1
+    block = 32 * warps * elements
+    return {
+        "THREADS": 32 * warps, "E": elements, "HIDDEN_OF": divisor(hidden),
+        "EVEN": even(hidden, block), "num_warps": warps,
+    }  # fmt: skip
+
+
+def products(x: torch.Tensor, du: torch.Tensor) -> torch.Tensor:
+    """<dU, X_i> [T, n] in fp32 of X [T, n, H] and dU [T, H]."""
+    tokens, n, hidden = x.shape
+    dpre = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
+    wrap_triton(products_kernel)[(tokens,)](
+        x, du, dpre, tokens, hidden, N=n, **columns_tile(n, hidden, x.element_size())
+    )
+    return dpre
+
+
+def slopes(
+    x: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, mixes: torch.Tensor,
+    sqrsum: torch.Tensor, du: torch.Tensor | None, dpost: torch.Tensor | None,
+    dcomb: torch.Tensor | None, iters: int, rms_eps: float, pre_eps: float, eps: float,
+    post_mult: float, warps: int = 4,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What the gradient of X [T, n, H] is made of, and dscale and dbase.
+
+    Returns draw [T, 2, M] in two bf16 parts, the coefficients pre_i and f [n + 1, T] in fp32, and
+    the sums [blocks, 2, M] of dlogit and dlogit z over blocks of tokens. M is n (n + 2), or n for
+    the head, whose base has n elements.
+    """
+    tokens, n, hidden = x.shape
+    m = base.shape[0]
+    dpre = x if du is None else products(x, du)
+    block = block_of(n, warps)
+    blocks = triton.cdiv(tokens, block)
+    draw = torch.empty((tokens, 2, m), dtype=torch.bfloat16, device=x.device)
+    coefficients = torch.empty((n + 1, tokens), dtype=torch.float32, device=x.device)
+    sums = torch.empty((blocks, 2, m), dtype=torch.float32, device=x.device)
+    wrap_triton(logits_kernel)[(blocks,)](
+        mixes, sqrsum, scale, base, dpre, x if dpost is None else dpost,
+        x if dcomb is None else dcomb, draw, coefficients, sums,
+        tokens, n * hidden, rms_eps, pre_eps, eps, post_mult,
+        N=n, M=m, B=block, HAS_DU=du is not None, HAS_POST=dpost is not None,
+        HAS_COMB=dcomb is not None, ITERS=iters, HELD=held_rounds(iters), num_warps=warps,
+    )  # fmt: skip
+    return draw, coefficients, sums
+
+
+def range_of(tokens: Any, ranges: int, block: int) -> Any:
+    """Tokens of a range, in whole blocks."""
+    return triton.cdiv(triton.cdiv(tokens, ranges), block) * block
+
+
+def finish(
+    parts: torch.Tensor, sums: torch.Tensor, n: int, w: torch.Tensor, scale: torch.Tensor,
+    base: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dW, dscale, dbase) in the dtypes of W, scale and base, from the parts of their sums."""
+    dw = torch.empty(w.shape, dtype=w.dtype, device=w.device)
+    dscale = torch.empty(scale.shape, dtype=scale.dtype, device=w.device)
+    dbase = torch.empty(base.shape, dtype=base.dtype, device=w.device)
+    m, block, size = base.shape[0], 1024, w.shape[0] * w.shape[1]
+    wrap_triton(finish_kernel)[(triton.cdiv(size, block) + 1,)](
+        parts, sums, dw, dscale, dbase, size, sums.shape[0],
+        N=n, M=m, P=padded(m), RANGES=parts.shape[0], BLOCK=block, ROWS=32, num_warps=4,
+    )  # fmt: skip
+    return dw, dscale, dbase
+
+
+def backward(
+    x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
+    mixes: torch.Tensor, sqrsum: torch.Tensor, du: torch.Tensor | None,
+    dpost: torch.Tensor | None, dcomb: torch.Tensor | None, iters: int, rms_eps: float,
+    pre_eps: float, eps: float, post_mult: float, chosen: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dX, dW, dscale, dbase) of X [T, n, H], all contiguous; the head's if base has n elements."""
+    tokens, n, hidden = x.shape
+    m = base.shape[0]
+    chosen = chosen or tile(n, hidden, x.element_size())
+    draw, coefficients, sums = slopes(
+        x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult
+    )
+    dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
+    parts = torch.empty((chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(hidden, chosen.columns), n // chosen.streams, chosen.ranges)
+    wrap_triton(gradient_kernel)[grid](
+        x, x if du is None else du, w, draw, coefficients, dx, parts, tokens, hidden,
+        range_of(tokens, chosen.ranges, chosen.tokens),
+        N=n, M=m, P=padded(m), G=chosen.streams, BT=chosen.tokens, BH=chosen.columns,
+        HAS_DU=du is not None, HIDDEN_OF=divisor(hidden), EVEN=even(hidden, chosen.columns),
+        num_warps=chosen.warps, num_stages=1,
+    )  # fmt: skip
+    return dx, *finish(parts, sums, n, w, scale, base)
