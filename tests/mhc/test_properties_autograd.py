@@ -166,7 +166,7 @@ def test_batched_gradients(way):
     for i in range(2):
         single = torch.autograd.grad(outs, leaves, [s[i] for s in seeds], retain_graph=True)
         for b, s in zip(both, single, strict=True):
-            torch.testing.assert_close(b[i], s, rtol=1e-4, atol=1e-5)
+            assert (b[i] - s).norm() < 2e-5 * s.norm()  # each may be 1e-5 off
 
 
 CHECKS = (
