@@ -1,0 +1,223 @@
+"""The forward kernels of mHC in the interpreter, against the formulas in fp64."""
+
+import pytest
+import reference
+import torch
+from inductor_ext.templates import mhc_projection
+
+from inductor_ext import measure, ops
+from inductor_ext.ops import _mhc_composed as composed
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OPTIONS = {"iters": 20, "rms_eps": 1e-6, "pre_eps": 1e-6, "sinkhorn_eps": 1e-6, "post_mult": 2.0}
+OTHERS = {"iters": 3, "rms_eps": 0.03, "pre_eps": 0.02, "sinkhorn_eps": 0.01, "post_mult": 1.3}
+
+
+def judge(found, truth, eager):
+    for mine, right, baseline in zip(found, truth, eager, strict=True):
+        verdict = measure.check(mine, right, baseline)
+        assert verdict.ok, verdict.reason
+
+
+def coefficients(T, n, dtype=FP32, seed=5):
+    """(post, comb): comb far from symmetric, its rows and columns far from the same."""
+    make = torch.Generator().manual_seed(seed)
+    post = torch.rand(T, n, generator=make) * 2
+    comb = torch.softmax(torch.randn(T, n, n, generator=make) * 2, -1)
+    return post.to(dtype), comb.to(dtype)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, OTHERS], ids=["V4", "others"])
+@pytest.mark.parametrize(
+    ("n", "T", "H", "dtype", "w_dtype"),
+    [(4, 5, 136, BF16, FP32), (4, 3, 77, BF16, BF16), (4, 4, 64, FP16, FP32), (4, 3, 33, FP32, FP32),
+     (2, 3, 40, BF16, FP32), (8, 2, 40, BF16, FP32), (2, 2, 17, FP16, BF16), (8, 2, 9, FP32, FP32)],
+)  # fmt: skip
+def test_pre(n, T, H, dtype, w_dtype, options, on_cpu):
+    given = reference.draw(T, n, H, dtype, w_dtype=w_dtype)
+    with on_cpu():
+        found = ops.mhc_pre(*given, **options)
+        again = ops.mhc_pre(*given, **options)
+    assert all(map(torch.equal, found, again))
+    assert [t.dtype for t in found] == [dtype, FP32, FP32]
+    eager = composed.pre(*given, *options.values())[:3]
+    judge(found, reference.pre(*given, **options), eager)
+
+
+def test_saved_sums(on_cpu):
+    X, W, scale, base = reference.draw(5, 4, 72)
+    with on_cpu():
+        found = torch.ops.inductor_ext.mhc_pre(X, W, scale, base, *OPTIONS.values())[3:]
+    u = X.double().flatten(1)
+    for mine, right in zip(found, (u @ W.double().T, u.square().sum(-1)), strict=True):
+        assert (mine - right).norm() <= 1e-6 * right.norm()
+
+
+@pytest.mark.parametrize("weighted", [BF16, FP32])
+def test_weight_of_the_norm(weighted, on_cpu):
+    X, W, scale, base = reference.draw(3, 4, 24)
+    weight = (torch.rand(96) + 0.5).to(weighted)
+    with on_cpu():
+        found = ops.mhc_pre(X, W, scale, base, norm_weight=weight)
+        head = ops.mhc_head(X, W[:4], scale[:1], base[:4], norm_weight=weight)
+    truth = reference.pre(X, W, scale, base, norm_weight=weight)
+    judge(found, truth, [t.to(f.dtype) for t, f in zip(truth, found, strict=True)])
+    right = reference.head(X, W[:4], scale[:1], base[:4], norm_weight=weight)
+    judge([head], [right], [right.to(BF16)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "w_dtype"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32), (FP32, BF16)]
+)
+def test_tf32(dtype, w_dtype, on_cpu):
+    given = reference.draw(4, 4, 40, dtype, w_dtype=w_dtype)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with on_cpu():
+            found = torch.ops.inductor_ext.mhc_pre(*given, *OPTIONS.values())[3]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    u, W = given[0].double().flatten(1), given[1].double()
+    error = (found - u @ W.T).norm() / (u @ W.T).norm()
+    assert error < 5e-4
+
+
+@pytest.mark.parametrize("partials", [1, 3, 4, 16])
+@pytest.mark.parametrize("squares", [True, False])
+def test_from_mixes(partials, squares, on_cpu):
+    X, W, scale, base = reference.draw(5, 4, 48)
+    u = X.double().flatten(1)
+    shares = torch.rand(partials, 5, 1)
+    shares /= shares.sum(0)
+    mixes = (shares * (u @ W.double().T)).float()
+    sqrsum = (shares[..., 0] * u.square().sum(-1)).float() if squares else None
+    with on_cpu():
+        found = ops.mhc_pre_from_mixes(mixes, sqrsum, X, scale, base)
+    eager = composed.pre(X, W, scale, base, *OPTIONS.values())[:3]
+    judge(found, reference.pre(X, W, scale, base), eager)
+
+
+@pytest.mark.parametrize("coefficient_dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("n", "H", "dtype"),
+    [(4, 136, BF16), (4, 77, BF16), (2, 33, FP16), (8, 40, FP32), (8, 17, BF16)],
+)
+def test_post(n, H, dtype, coefficient_dtype, on_cpu):
+    X, Y = reference.draw(5, n, H, dtype)[0], torch.randn(5, H).to(dtype)
+    post, comb = coefficients(5, n, coefficient_dtype)
+    turned = comb.transpose(-1, -2)
+    with on_cpu():
+        found = [ops.mhc_post(X, Y, post, c) for c in (comb, turned)]
+    assert not torch.equal(*found)
+    truth = [reference.post(X, Y, post, c) for c in (comb, turned)]
+    judge(found, truth, [composed.post(X, Y, post, c) for c in (comb, turned)])
+
+
+@pytest.mark.parametrize(
+    ("n", "H", "dtype"),
+    [(4, 136, BF16), (4, 33, BF16), (2, 40, FP16), (8, 24, FP32), (8, 72, BF16)],
+)
+def test_post_pre(n, H, dtype, on_cpu):
+    X, W, scale, base = reference.draw(5, n, H, dtype)
+    Y = torch.randn(5, H).to(dtype)
+    post, comb = coefficients(5, n)
+    with on_cpu():
+        found = ops.mhc_post_pre(X, Y, post, comb, W, scale, base, **OTHERS)
+        X1 = ops.mhc_post(X, Y, post, comb)
+        apart = ops.mhc_pre(X1, W, scale, base, **OTHERS)
+    # Bit for bit what the two functions give: X' is rounded before it is projected.
+    assert all(map(torch.equal, found, (X1, *apart)))
+    truth = reference.post_pre(X, Y, post, comb, W, scale, base, dtype=dtype, **OTHERS)
+    eager = composed.post_pre(X, Y, post, comb, W, scale, base, *OTHERS.values())[:4]
+    judge(found[2:], truth[2:], eager[2:])
+
+
+@pytest.mark.parametrize(("n", "H", "dtype"), [(4, 136, BF16), (2, 33, FP16), (8, 24, FP32)])
+def test_head(n, H, dtype, on_cpu):
+    given = reference.draw(5, n, H, dtype, head=True)
+    with on_cpu():
+        found = ops.mhc_head(*given, rms_eps=0.01, pre_eps=0.02)
+    truth = reference.head(*given, rms_eps=0.01, pre_eps=0.02)
+    judge([found], [truth], composed.head(*given, 0.01, 0.02)[:1])
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("iters", [1, 2, 20])
+def test_sinkhorn(n, dtype, iters, on_cpu):
+    logits = (torch.randn(3, 2, n, n) * 3).to(dtype)
+    with on_cpu():
+        found = ops.sinkhorn(logits, iters=iters, eps=1e-3)
+    truth = reference.sinkhorn(logits, iters, 1e-3)
+    judge([found], [truth], [truth.to(dtype)])
+
+
+def test_a_token_has_the_same_bits_among_any_number(on_cpu, monkeypatch):
+    X, W, scale, base = reference.draw(150, 2, 400)
+    post, comb = coefficients(150, 2)
+    Y = torch.randn(150, 400).to(BF16)
+    tilings = iter(
+        {"TILES": t, "LOG": log, "STAGES": 1, "num_warps": 4}
+        for t, log in [(1, 0), (2, 2), (1, 1), (1, 3)]
+    )
+    monkeypatch.setattr(mhc_projection, "tiling", lambda *_: next(tilings))
+    runs = []
+    for first, last in [(70, 71), (0, 150), (66, 99), (70, 71)]:
+        part = slice(first, last)
+        with on_cpu():
+            found = torch.ops.inductor_ext.mhc_pre(X[part], W, scale, base, *OPTIONS.values())
+        runs.append([t[70 - first] for t in found])
+    for again in runs[1:]:
+        assert all(map(torch.equal, runs[0], again))
+    with on_cpu():
+        many = ops.mhc_post(X, Y, post, comb)
+        one = ops.mhc_post(X[70:71], Y[70:71], post[70:71], comb[70:71])
+    assert torch.equal(many[70:71], one)
+
+
+def test_leading_dimensions_and_views(on_cpu):
+    X, W, scale, base = reference.draw(6, 4, 40, lead=(2, 3))
+    one = torch.randn(2, 3, 1, 40).to(BF16).expand(2, 3, 4, 40)  # a first layer's streams
+    wide = torch.randn(2, 3, 4, 60).to(BF16)[..., 3:43]
+    turned = torch.randn(2, 3, 40, 4).to(BF16).transpose(-1, -2)
+    Y = torch.randn(3, 2, 40).to(BF16).transpose(0, 1)
+    post, comb = coefficients(6, 4)
+    post, comb = post.view(2, 3, 4), comb.view(2, 3, 4, 4).transpose(-1, -2)
+    for view in (X, one, wide, turned):
+        with on_cpu():
+            found = ops.mhc_pre(view, W, scale, base)
+            found = *found, ops.mhc_post(view, Y, post, comb)
+            both = ops.mhc_post_pre(view, Y, post, comb, W, scale, base)
+        truth = *reference.pre(view, W, scale, base), reference.post(view, Y, post, comb)
+        eager = (
+            *composed.pre(view, W, scale, base, *OPTIONS.values())[:3],
+            composed.post(view, Y, post, comb),
+        )
+        judge(found, truth, eager)
+        assert torch.equal(both[0], found[3]) and both[3].shape == (2, 3, 4, 4)
+
+
+def test_no_tokens(on_cpu):
+    X, W, scale, base = reference.draw(1, 4, 40)
+    X, Y = X[:0], torch.empty(0, 40, dtype=BF16)
+    post, comb = torch.empty(0, 4), torch.empty(0, 4, 4)
+    for context in (on_cpu, torch.no_grad):
+        with context():
+            U, p, c = ops.mhc_pre(X, W, scale, base)
+            assert (U.shape, p.shape, c.shape) == ((0, 40), (0, 4), (0, 4, 4))
+            assert ops.mhc_post(X, Y, post, comb).shape == (0, 4, 40)
+            assert ops.mhc_post_pre(X, Y, post, comb, W, scale, base)[1].shape == (0, 40)
+            assert ops.mhc_head(X, W[:4], scale[:1], base[:4]).shape == (0, 40)
+            assert ops.sinkhorn(comb).shape == (0, 4, 4)
+            mixes = torch.empty(3, 0, 24)
+            assert ops.mhc_pre_from_mixes(mixes, None, X, scale, base)[0].shape == (0, 40)
+
+
+def test_not_finite(on_cpu):
+    X, W, scale, base = reference.draw(3, 4, 40)
+    X[1, 2, 7] = torch.inf
+    with on_cpu():
+        U, post, comb = ops.mhc_pre(X, W, scale, base)
+    assert U[1].isnan().any() and U[[0, 2]].isfinite().all()
+    assert post[1].isnan().all() and comb[1].isnan().all() and comb[[0, 2]].isfinite().all()
