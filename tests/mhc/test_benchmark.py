@@ -13,7 +13,11 @@ from inductor_ext import measure
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks/ is not installed
 
-from benchmarks import common, mhc, mhc_cases  # noqa: E402
+sys.path.append(str(Path(__file__).parent))
+
+from mhc_formulas import kernels  # noqa: E402
+
+from benchmarks import common, mhc, mhc_cases, mhc_tilings  # noqa: E402
 
 
 class Timer:
@@ -137,6 +141,33 @@ def test_the_bytes_are_those_of_the_tensors():
     both = mhc_cases.Case("chain_both", 100, 64).bytes
     parts |= {s: mhc_cases.Case(s, 100, 64).bytes for s in ("pre_bwd", "post_pre_bwd", "post_bwd")}
     assert both == chain + parts["pre_bwd"] + 3 * parts["post_pre_bwd"] + parts["post_bwd"]
+
+
+@pytest.mark.usefixtures("pretended_card")
+@pytest.mark.parametrize("kernel", mhc_tilings.KERNELS)
+def test_tilings_launch_the_kernels_and_compare(monkeypatch, tmp_path, kernel):
+    monkeypatch.setattr(mhc_tilings, "TRIED", {k: v[1:2] for k, v in mhc_tilings.TRIED.items()})
+    with kernels():
+        run(monkeypatch, "--tilings", "--tokens", "3", "--hidden", "40", "--kernel", kernel,
+            "--out", tmp_path)  # fmt: skip
+    default, other = common.read_csv(tmp_path / "mhc_tilings.csv")
+    assert default["options"] == "default" != other["options"]
+    for row in (default, other):
+        assert row["us"] == "10" and float(row["error"]) < 1e-5 and float(row["error_16"]) < 1e-2
+
+
+@pytest.mark.usefixtures("pretended_card")
+def test_a_tiling_that_is_wrong_shows(monkeypatch):
+    right = mhc_tilings.KERNELS["projection"].launch
+
+    def launch(options, *inputs):
+        p, q = right(options, *inputs)
+        return p * (1 + 1e-4 * bool(options)), q
+
+    monkeypatch.setattr(mhc_tilings.KERNELS["projection"], "launch", launch)
+    with kernels():
+        default, other = mhc_tilings.measure("projection", 3, 40, Timer(1), [{"LOG": 1}])
+    assert default["error"] < 1e-5 < other["error"]
 
 
 def test_list_answers_without_torch():
