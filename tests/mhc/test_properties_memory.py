@@ -69,29 +69,35 @@ def strided(t):
         yield "padded", padded[..., : t.shape[-1]]
 
 
-def test_memory_of_any_layout(way):
-    args = drawn((2, 3))
+@pytest.mark.parametrize("which", range(7))
+def test_inputs_of_any_layout(way, which):
+    args = drawn((2, 3), hidden=16)
+    seeds = seeds_of(ref_post_pre, args, iters=2)
     with torch.no_grad():
-        plain = ops.mhc_post_pre(*args)
-    seeds = seeds_of(ref_post_pre, args)
-    straight = gradients(ops.mhc_post_pre, args, seeds)
-    for i, t in enumerate(args):
-        for name, other in strided(t):
-            given = (*args[:i], other, *args[i + 1 :])
-            assert torch.equal(other, t)
-            for a, b in zip(ops.mhc_post_pre(*given), plain, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=f"argument {i}, {name}")
-            leaves = [g.detach().requires_grad_() for g in given]  # the layouts stay
-            outs = ops.mhc_post_pre(*leaves)
-            for a, b in zip(torch.autograd.grad(outs, leaves, seeds), straight, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2, msg=f"gradient, {i} {name}")
-    leaves = [a.detach().requires_grad_() for a in args]
-    for i, s in enumerate(seeds):
-        for name, other in strided(s):
-            given = (*seeds[:i], other, *seeds[i + 1 :])
-            got = torch.autograd.grad(ops.mhc_post_pre(*leaves), leaves, given)
-            for a, b in zip(got, straight, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=f"seed {i}, {name}")
+        plain = ops.mhc_post_pre(*args, iters=2)
+    straight = gradients(ops.mhc_post_pre, args, seeds, iters=2)
+    for name, other in strided(args[which]):
+        assert torch.equal(other, args[which])
+        given = (*args[:which], other, *args[which + 1 :])
+        leaves = [g.detach().requires_grad_() for g in given]  # the layouts stay
+        outs = ops.mhc_post_pre(*leaves, iters=2)
+        for a, b in zip(outs, plain, strict=True):
+            torch.testing.assert_close(a.detach(), b, rtol=1e-6, atol=1e-6, msg=name)
+        for a, b in zip(torch.autograd.grad(outs, leaves, seeds), straight, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=f"gradient, {name}")
+
+
+def test_incoming_gradients_of_any_layout(way):
+    args = drawn((2, 3), hidden=16)
+    seeds = seeds_of(ref_post_pre, args, iters=2)
+    straight = gradients(ops.mhc_post_pre, args, seeds, iters=2)
+    layouts = [list(strided(s)) for s in seeds]
+    for kind in range(4):
+        given = [layout[kind][1] for layout in layouts]
+        leaves = [a.detach().requires_grad_() for a in args]
+        got = torch.autograd.grad(ops.mhc_post_pre(*leaves, iters=2), leaves, given)
+        for a, b in zip(got, straight, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=layouts[0][kind][0])
 
 
 def test_gradients_that_come_expanded(way):
