@@ -228,7 +228,7 @@ def finish_kernel(
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, RANGES: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dW from its parts; the last program has dscale and dbase, from the sums of blocks of tokens."""
+    """dW from its parts; the last program has dscale and dbase, from sums of blocks of tokens."""
     program = tl.program_id(0)
     if program < tl.num_programs(0) - 1:
         k = program * BLOCK + tl.arange(0, BLOCK)
