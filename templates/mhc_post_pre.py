@@ -23,71 +23,74 @@ from .mhc_projection import (
     plus,
     project,
     put_partials,
-    squares,
-    squares_end,
-    squares_start,
     zeros,
 )
 
 
 @triton.jit
-def load_weights(w_row, h, stream, hidden, mask, N: tl.constexpr):
-    return tl.load(w_row + (stream * hidden + h)[None, :], mask=mask, other=0.0)
+def settled(x):
+    """x, computed once: the compiler would compute it a second time in a product's own layout."""
+    if x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+        )
 
 
 @triton.jit
 def group_post(
-    X, Y, POST, COMB, OUT, W, row, column, group, tokens, hidden, x_token, x_stream, y_token,
+    X, Y, POST, COMB, OUT, W, local, rows, column, group, hidden, x_token, x_stream, y_token,
     post_token, post_stream, comb_token, comb_in, comb_out,
-    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr, J: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """X' over one group, stored, and its (W u, sum(u^2)), each in a tuple of one."""
-    PRODUCT: tl.constexpr = X.dtype.element_ty == tl.bfloat16
+    """X' over one group, stored, and its (W u, sum(u^2)), each in a tuple of one. The tensors begin
+    at the first of the ``local`` tokens."""
     first, blocks = group_range(group, hidden, BK, GROUPS)
-    mixes, square = tl.zeros((BM, CP), tl.float32), squares_start(BM, BK, PRODUCT)
-    there = row < tokens
-    far = row.to(tl.int64)
-    w_row = W + column.to(tl.int64)[:, None] * (N * hidden)
-    for block in tl.range(0, blocks, num_stages=1):
-        h = (first + block) * BK + tl.arange(0, BK)
-        inside = h[None, :] < hidden
+    mixes, square = tl.zeros((BM, CP), tl.float32), tl.zeros((BM, BK), tl.float32)
+    there = local < rows
+    k = tl.arange(0, BK)
+    x_at = local[:, None] * x_token + k[None, :]
+    y_at = local[:, None] * y_token + k[None, :]
+    out_at = local[:, None] * (N * hidden) + k[None, :]
+    w_at = column[:, None] * (N * hidden) + k[None, :]
+    post_at, comb_at = local * post_token, local * comb_token
+    # X is read again for every J streams of X', from L1 but for the first time: with everything
+    # that a block needs in registers, few programs would fit a multiprocessor.
+    for step in tl.range(0, blocks * (N // J), num_stages=1):
+        h = (first + step // (N // J)) * BK
+        inside = h + k[None, :] < hidden
         here = there[:, None] & inside
         w_mask = (column[:, None] < C) & inside
         x = ()
         for i in tl.static_range(N):
-            at = X + far[:, None] * x_token + (i * x_stream + h)[None, :]
-            x = x + (tl.load(at, mask=here, other=0.0),)
-        y = tl.load(Y + far[:, None] * y_token + h[None, :], mask=here, other=0.0)
-        weights = ()
-        if AHEAD:
-            for j in tl.static_range(N):
-                weights = weights + (load_weights(w_row, h, j, hidden, w_mask, N),)
-        for j in tl.static_range(N):
-            # Read again for every block, from L1: all of them would fill the registers.
-            gate = tl.load(POST + far * post_token + j * post_stream, mask=there, other=0.0)
+            x = x + (tl.load(X + (i * x_stream + h) + x_at, mask=here, other=0.0),)
+        y = tl.load(Y + h + y_at, mask=here, other=0.0)
+        for next_j in tl.static_range(J):
+            j = step % (N // J) * J + next_j
+            w = tl.load(W + (j * hidden + h) + w_at, mask=w_mask, other=0.0)
+            gate = tl.load(POST + j * post_stream + post_at, mask=there, other=0.0)
             total = gate.to(tl.float32)[:, None] * y.to(tl.float32)
             for i in tl.static_range(N):
-                at = COMB + far * comb_token + (i * comb_in + j * comb_out)
+                at = COMB + (i * comb_in + j * comb_out) + comb_at
                 c = tl.load(at, mask=there, other=0.0).to(tl.float32)
                 total += c[:, None] * x[i].to(tl.float32)
-            rounded = total.to(X.dtype.element_ty)
-            at = OUT + far[:, None] * (N * hidden) + (j * hidden + h)[None, :]
-            tl.store(at, rounded, mask=here)
-            if AHEAD:
-                w = weights[j]
-            else:
-                w = load_weights(w_row, h, j, hidden, w_mask, N)
+            rounded = settled(total.to(X.dtype.element_ty))
+            tl.store(OUT + (j * hidden + h) + out_at, rounded, mask=here)
             mixes = project(rounded, w, mixes, PARTS)
-            square = squares(rounded, square, PRODUCT)
-    return (mixes,), (squares_end(square, BM, PRODUCT),)
+            stored = rounded.to(tl.float32)
+            square += stored * stored
+    return (mixes,), (tl.sum(square, 1),)
 
 
 @triton.jit
 def post_pre_kernel(
     X, Y, POST, COMB, OUT, W, P, Q, tokens, hidden, x_token, x_stream, y_token, post_token,
     post_stream, comb_token, comb_in, comb_out,
-    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr, J: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr,
     Y_OF: tl.constexpr, GROUPS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +98,9 @@ def post_pre_kernel(
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
     x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
     y_token = y_token // Y_OF * Y_OF
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    start = tl.program_id(0) * BM
+    local = tl.arange(0, BM)
+    far = start.to(tl.int64)
     part = tl.program_id(1)
     column = tl.arange(0, CP)
     group = part << LOG
@@ -104,20 +109,24 @@ def post_pre_kernel(
         ones, ones_square = zeros(1, BM, CP)
         for _ in range(2 if LOG > 0 else 1):
             mixes, square = group_post(
-                X, Y, POST, COMB, OUT, W, row, column, group, tokens, hidden, x_token, x_stream,
-                y_token, post_token, post_stream, comb_token, comb_in, comb_out,
-                N, C, CP, PARTS, AHEAD, BM, BK, GROUPS,
+                X + far * x_token, Y + far * y_token, POST + far * post_token,
+                COMB + far * comb_token, OUT + far * (N * hidden), W, local, tokens - start,
+                column, group, hidden, x_token, x_stream, y_token, post_token, post_stream,
+                comb_token, comb_in, comb_out, N, C, CP, PARTS, J, BM, BK, GROUPS,
             )  # fmt: skip
             ones, ones_square = plus(ones, ones_square, mixes, square, 1)
             group += 1
         pairs, pairs_square = plus(pairs, pairs_square, ones, ones_square, 1)
-    put_partials(P, Q, part, row, column, tokens, pairs, pairs_square, C, 1, BM)
+    put_partials(P, Q, part, start + local, column, tokens, pairs, pairs_square, C, 1, BM)
 
 
-def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
-    """2^LOG groups per program, up to 4."""
+def tiling(tokens: Any, n: int, x: torch.Tensor) -> dict[str, Any]:
+    """2^LOG groups per program, up to 4; J streams of X' for one read of X."""
     log = 0 if isinstance(tokens, int) and tokens <= 1024 else 1
-    return {"LOG": log, "AHEAD": n <= 4, "num_warps": 8}
+    chosen: dict[str, Any] = {"LOG": log, "J": 1, "num_warps": 8}
+    if n == 4 and x.dtype == torch.bfloat16 and stride_divisor(x) == 8:
+        chosen["maxnreg"] = 128  # two programs on a multiprocessor
+    return chosen
 
 
 def post_pre(
@@ -128,7 +137,7 @@ def post_pre(
     """(X', U, post', comb', mixes', sqrsum'); the operands as for ``post`` and ``pre``."""
     tokens, n, hidden = x.shape
     columns = w.shape[0]
-    chosen = chosen or tiling(tokens, n, x.dtype)
+    chosen = chosen or tiling(tokens, n, x)
     s = projection.splits(hidden, x.dtype, chosen["LOG"])
     out = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
     p = torch.empty((s, tokens, columns), dtype=torch.float32, device=x.device)

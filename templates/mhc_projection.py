@@ -100,12 +100,13 @@ def group_range(group, hidden, BK: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def group_sums(
-    X, W, row, column, group, tokens, hidden, x_token, x_stream,
+    X, W, local, rows, column, group, hidden, x_token, x_stream,
     N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(W u of each tile, sum(u^2) of each tile) over one group."""
+    """(W u of each tile, sum(u^2) of each tile) over one group; X begins at the first of the
+    ``local`` tokens, of which there are ``rows``."""
     PRODUCT: tl.constexpr = X.dtype.element_ty == tl.bfloat16
     first, blocks = group_range(group, hidden, BK, GROUPS)
     mixes, square = (), ()
@@ -113,22 +114,24 @@ def group_sums(
         mixes = mixes + (tl.zeros((BM, CP), tl.float32),)
         square = square + (squares_start(BM, BK, PRODUCT),)
     k = tl.arange(0, BK)
-    w_row = W + column.to(tl.int64)[:, None] * (N * hidden)
+    # Within a tile 32 bits suffice, of which the registers are fewer.
+    x_at = local[:, None] * x_token + k[None, :]
+    w_at = column[:, None] * (N * hidden) + k[None, :]
     for step in tl.range(0, blocks * N, num_stages=STAGES):
         stream = step % N
-        h = (first + step // N) * BK + k
+        h = (first + step // N) * BK
+        inside = h + k[None, :] < hidden
         w_mask = column[:, None] < C
         if not EVEN:
-            w_mask = w_mask & (h[None, :] < hidden)
-        w = tl.load(w_row + (stream * hidden + h)[None, :], mask=w_mask, other=0.0)
+            w_mask = w_mask & inside
+        w = tl.load(W + (stream * hidden + h) + w_at, mask=w_mask, other=0.0)
         more_mixes, more_square = (), ()
         for tile in tl.static_range(TILES):
-            t = row + tile * BM
-            x_mask = t[:, None] < tokens
+            x_mask = local[:, None] < rows - tile * BM
             if not EVEN:
-                x_mask = x_mask & (h[None, :] < hidden)
-            at = X + t.to(tl.int64)[:, None] * x_token + (stream * x_stream + h)[None, :]
-            x = tl.load(at, mask=x_mask, other=0.0)
+                x_mask = x_mask & inside
+            at = X + tl.cast(x_token, tl.int64) * (tile * BM) + (stream * x_stream + h)
+            x = tl.load(at + x_at, mask=x_mask, other=0.0)
             more_mixes = more_mixes + (project(x, w, mixes[tile], PARTS),)
             more_square = more_square + (squares(x, square[tile], PRODUCT),)
         mixes, square = more_mixes, more_square
@@ -161,7 +164,7 @@ def put_partials(P, Q, part, row, column, tokens, mixes, square, C: tl.constexpr
                  TILES: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     for tile in tl.static_range(TILES):
         t = row + tile * BM
-        at = part.to(tl.int64) * tokens + t
+        at = tl.cast(tokens, tl.int64) * part + t
         here = (t[:, None] < tokens) & (column[None, :] < C)
         tl.store(P + at[:, None] * C + column[None, :], mixes[tile], mask=here)
         tl.store(Q + at, square[tile], mask=t < tokens)
@@ -175,10 +178,12 @@ def projection_kernel(
     LOG: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """P [S, tokens, C] and Q, as much without C: sums of 2^LOG groups each."""
-    row = tl.program_id(0) * (TILES * BM) + tl.arange(0, BM)
+    start = tl.program_id(0) * (TILES * BM)
+    local = tl.arange(0, BM)
     part = tl.program_id(1)
     column = tl.arange(0, CP)
     group = part << LOG
+    X += start.to(tl.int64) * x_token
     # The tree as loops: each level adds the two of the level below, from zero. 0 + x is x.
     fours, fours_square = zeros(TILES, BM, CP)
     for _ in range(2 if LOG > 2 else 1):
@@ -187,14 +192,14 @@ def projection_kernel(
             ones, ones_square = zeros(TILES, BM, CP)
             for _ in range(2 if LOG > 0 else 1):
                 mixes, square = group_sums(
-                    X, W, row, column, group, tokens, hidden, x_token, x_stream,
+                    X, W, local, tokens - start, column, group, hidden, x_token, x_stream,
                     N, C, CP, PARTS, TILES, BM, BK, EVEN, GROUPS, STAGES,
                 )  # fmt: skip
                 ones, ones_square = plus(ones, ones_square, mixes, square, TILES)
                 group += 1
             pairs, pairs_square = plus(pairs, pairs_square, ones, ones_square, TILES)
         fours, fours_square = plus(fours, fours_square, pairs, pairs_square, TILES)
-    put_partials(P, Q, part, row, column, tokens, fours, fours_square, C, TILES, BM)
+    put_partials(P, Q, part, start + local, column, tokens, fours, fours_square, C, TILES, BM)
 
 
 # --- launches -------------------------------------------------------------------------------------
@@ -223,16 +228,17 @@ def splits(hidden: Any, x: torch.dtype, log: int) -> int:
 def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
     """TILES of 64 tokens and 2^LOG groups per program: neither changes a bit, nor do STAGES.
 
-    Few tokens: many programs of one group fill the card. Many: few partials.
+    Few tokens: many programs of one group fill the card. Many: few partials, and three programs on
+    a multiprocessor.
     """
     known = isinstance(tokens, int)
     log = 0 if known and tokens <= 128 else 1 if known and tokens <= 1024 else 2
-    few = log == 0
-    if x != torch.bfloat16:
-        return {"TILES": 1, "LOG": log, "STAGES": 1, "num_warps": 4}
-    if n == 8:
-        return {"TILES": 1, "LOG": log, "STAGES": 3, "num_warps": 8}
-    return {"TILES": 1, "LOG": log, "STAGES": 4 if few else 3, "num_warps": 4}
+    chosen: dict[str, Any] = {"TILES": 1, "LOG": log, "STAGES": 1, "num_warps": 4}
+    if x == torch.bfloat16:
+        chosen |= {"STAGES": 3, "num_warps": 8} if n == 8 else {"STAGES": 4}
+        if n == 4 and log == 2:
+            chosen["maxnreg"] = 168
+    return chosen
 
 
 def partials(

@@ -29,6 +29,7 @@ from inductor_ext.templates import mhc_post_pre as post_pre_kernels
 from inductor_ext.templates import mhc_pre as pre_kernels
 
 MOST_PARTIALS = 16
+_FAR = 1 << 24
 
 
 def kernels_apply(X: Tensor) -> bool:
@@ -114,9 +115,13 @@ def _sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 
 
 def _tokens(t: Tensor, kept: int) -> Tensor:
-    """One dimension of tokens in front of the last ``kept``, of which the last is dense."""
+    """One dimension of tokens in front of the last ``kept``, of which the last is dense.
+
+    64 tokens are within 31 bits, as the kernels ask.
+    """
     flat = t.reshape(-1, *t.shape[t.dim() - kept :])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
+    far = any(isinstance(s, int) and s >= _FAR for s in flat.stride())
+    return flat if flat.stride(-1) == 1 and not far else flat.contiguous()
 
 
 def _small(t: Tensor, kept: int) -> Tensor:
@@ -124,7 +129,7 @@ def _small(t: Tensor, kept: int) -> Tensor:
 
 
 def _leading(lead: Any, found: Any) -> Any:
-    return tuple(t.reshape(*lead, *t.shape[1:]) for t in found)
+    return tuple(t.reshape((*lead, *t.shape[1:])) for t in found)
 
 
 # --- gradients ------------------------------------------------------------------------------------

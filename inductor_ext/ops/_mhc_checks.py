@@ -46,8 +46,8 @@ def check_number(name: str, value: float, positive: bool = False) -> None:
 
 
 def check_iters(iters: int) -> None:
-    if iters < 1:
-        raise ValueError(f"iters is expected as 1 or more, got {iters}")
+    if not isinstance(iters, int) or iters < 1:
+        raise ValueError(f"iters is expected as a whole number of 1 or more, got {iters}")
 
 
 def check_gates(

@@ -6,6 +6,9 @@ In fp32, fp64 where X is. Rounded once, at the end, to the dtype of X.
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +28,15 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 def projection(X: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
     """(W u [..., columns], sum of u^2 [...]) with u = vec(X), in torch's float32 precision."""
     u = wide(X).flatten(-2)
-    return u @ wide(W).mT.to(u.dtype), u.square().sum(-1)
+    with without_autocast(u):
+        return u @ wide(W).mT.to(u.dtype), u.square().sum(-1)
+
+
+def without_autocast(t: Tensor) -> Any:
+    """A context in which products of fp32 tensors such as ``t`` are not rounded."""
+    kind = t.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()
 
 
 def apply(X: Tensor, gates: Tensor) -> Tensor:

@@ -112,8 +112,10 @@ def patch_arithmetic(patches: Patches) -> None:
     def inline_asm(
         self: Any, asm: Any, constraints: Any, values: Any, types: Any, pure: Any, pack: Any
     ) -> Any:
+        if asm == "mov.b32 $0, $1;":
+            return _Results([values[0]])
         # Prefetches and dependency controls: no result that a program may use.
-        return _Zeros([_zeros(interpreter, t) for t in types])
+        return _Results([_zeros(interpreter, t) for t in types])
 
     def extern(
         self: Any, lib: Any, path: Any, symbol: str, args: Any, ret_type: Any, pure: Any
@@ -152,7 +154,7 @@ def _zeros(interpreter: Any, ty: Any) -> Any:
     )
 
 
-class _Zeros:
+class _Results:
     """What the builder returns for inline assembly: an operation with results."""
 
     def __init__(self, results: list[Any]) -> None:
