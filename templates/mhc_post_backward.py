@@ -82,14 +82,15 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dX, dY, dpost, dcomb) of X, dX1 [T, n, H], Y [T, H], post [T, n], comb [T, n, n].
 
-    In the dtypes of X, Y, post and comb; all contiguous but comb, which has any strides.
+    In the dtypes of X, Y, post and comb; all contiguous but comb, which has any strides. dX1 is in
+    the dtype of X or in fp32.
     """
     tokens, n, hidden = x.shape
     dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
     dy = torch.empty((tokens, hidden), dtype=y.dtype, device=x.device)
     dpost = torch.empty((tokens, n), dtype=post.dtype, device=x.device)
     dcomb = torch.empty((tokens, n, n), dtype=comb.dtype, device=x.device)
-    options: dict[str, Any] = columns_tile(n, hidden, x.element_size())
+    options: dict[str, Any] = columns_tile(hidden, x.element_size())
     wrap_triton(post_backward_kernel)[(tokens,)](
         x, y, post, comb, dx1, dx, dy, dpost, dcomb, tokens, hidden, *comb.stride(),
         N=n, **options,

@@ -20,11 +20,13 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
+from . import mhc_post_backward
 from .mhc_pre_backward import (
     add_outer,
     divisor,
     even,
     finish,
+    gradient,
     padded,
     range_of,
     slopes,
@@ -145,8 +147,11 @@ class Tile:
 _PROGRAMS = 264
 
 
-def tile(n: int, hidden: Any, itemsize: int) -> Tile:
-    """The tile for residuals of n streams of ``hidden`` columns."""
+def tile(n: int, hidden: Any, itemsize: int) -> Tile | None:
+    """The tile for residuals of n streams of ``hidden`` columns; None: D goes through memory, as
+    eight streams' would not stay in registers."""
+    if n == 8:
+        return None
     columns = 64
     slabs = triton.cdiv(hidden, columns) if isinstance(hidden, int) else 64
     return Tile(16, columns, max(1, min(16, _PROGRAMS // slabs)), 4)
@@ -169,6 +174,10 @@ def backward(
     draw, coefficients, sums = slopes(
         x1, scale, base, mixes, sqrsum, du, dpost1, dcomb1, iters, rms_eps, pre_eps, eps, post_mult
     )
+    if chosen is None:
+        total, parts = gradient(x1, w, draw, coefficients, du, dx1, torch.float32, None)
+        found = mhc_post_backward.backward(x, y, post, comb, total)
+        return *found, *finish(parts, sums, n, w, scale, base)
     slabs = triton.cdiv(hidden, chosen.columns)
     dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
     dy = torch.empty((tokens, hidden), dtype=y.dtype, device=x.device)

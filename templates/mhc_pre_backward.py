@@ -64,13 +64,15 @@ def split(x):
 
 
 @triton.jit
-def put_slope(DRAW, SUMS, at, sums_at, dlogit, z, r, scale, mask, M: tl.constexpr):
-    """Store draw in two parts and the sums over the tokens of dlogit and dlogit z."""
+def put_slope(DRAW, SUMS, at, column, dlogit, z, r, scale, mask, M: tl.constexpr):
+    """Store draw in two parts and, from ``column`` on, the sums of dlogit and dlogit z."""
     high, low = split(r * (scale * dlogit))
     tl.store(DRAW + at, high, mask=mask)
     tl.store(DRAW + M + at, low, mask=mask)
-    tl.store(SUMS + sums_at, tl.sum(dlogit, 0))
-    tl.store(SUMS + M + sums_at, tl.sum(dlogit * z, 0))
+    blocks = tl.num_programs(0)
+    sums_at = SUMS + (column + tl.arange(0, dlogit.shape[1])) * blocks + tl.program_id(0)
+    tl.store(sums_at, tl.sum(dlogit, 0))
+    tl.store(sums_at + M * blocks, tl.sum(dlogit * z, 0))
 
 
 @triton.jit
@@ -82,8 +84,7 @@ def logits_kernel(
 ):  # fmt: skip
     rms_eps, pre_eps = tl.cast(rms_eps, tl.float32), tl.cast(pre_eps, tl.float32)
     eps, post_mult = tl.cast(eps, tl.float32), tl.cast(post_mult, tl.float32)
-    program = tl.program_id(0)
-    t = program.to(tl.int64) * B + tl.arange(0, B)
+    t = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = t < tokens
     r = tl.rsqrt(tl.load(SQRSUM + t, mask=inside, other=1.0) / width + rms_eps)
     i = tl.arange(0, N)[None, :]
@@ -97,8 +98,7 @@ def logits_kernel(
         dlogit = dpre * gate * (1.0 - gate)
     tl.store(COEFFICIENTS + i * tokens + at, gate + pre_eps, mask=rows)
     norm = tl.sum(scale * dlogit * z, 1)
-    sums_at = program * (2 * M) + tl.arange(0, N)
-    put_slope(DRAW, SUMS, at * (2 * M) + i, sums_at, dlogit, z, r[:, None], scale, rows, M)
+    put_slope(DRAW, SUMS, at * (2 * M) + i, 0, dlogit, z, r[:, None], scale, rows, M)
     if M > N:
         scale = tl.load(SCALE + 1).to(tl.float32)
         z = tl.load(MIXES + at * M + N + i, mask=rows, other=0.0) * r[:, None]
@@ -108,24 +108,20 @@ def logits_kernel(
             dpost = tl.load(DPOST + at * N + i, mask=rows, other=0.0).to(tl.float32)
             dlogit = post_mult * dpost * gate * (1.0 - gate)
         norm += tl.sum(scale * dlogit * z, 1)
-        sums_at = program * (2 * M) + N + tl.arange(0, N)
-        put_slope(DRAW, SUMS, at * (2 * M) + N + i, sums_at, dlogit, z, r[:, None], scale, rows, M)
+        put_slope(DRAW, SUMS, at * (2 * M) + N + i, N, dlogit, z, r[:, None], scale, rows, M)
 
         scale = tl.load(SCALE + 2).to(tl.float32)
-        ij = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-        blocks, at_block = inside[:, None, None], t[:, None, None]
-        z = tl.load(MIXES + at_block * M + 2 * N + ij[None], mask=blocks, other=0.0)
-        z *= r[:, None, None]
-        dlogit = tl.zeros([B, N, N], tl.float32)
+        ij = tl.arange(0, N * N)[None, :]
+        z = tl.load(MIXES + at * M + 2 * N + ij, mask=rows, other=0.0) * r[:, None]
+        dlogit = tl.zeros([B, N * N], tl.float32)
         if HAS_COMB:
-            logits = scale * z + tl.load(BASE + 2 * N + ij)[None].to(tl.float32)
-            dcomb = tl.load(DCOMB + at_block * (N * N) + ij[None], mask=blocks, other=0.0)
-            dlogit = sinkhorn_slope(logits, dcomb.to(tl.float32), eps, ITERS, HELD)
-        norm += tl.sum(tl.sum(scale * dlogit * z, 2), 1)
+            logits = scale * z + tl.load(BASE + 2 * N + ij).to(tl.float32)
+            dcomb = tl.load(DCOMB + at * (N * N) + ij, mask=rows, other=0.0).to(tl.float32)
+            dlogit = sinkhorn_slope(logits, dcomb, eps, N, ITERS, HELD)
+        norm += tl.sum(scale * dlogit * z, 1)
         put_slope(
-            DRAW, SUMS, at_block * (2 * M) + 2 * N + ij[None], program * (2 * M) + 2 * N + ij,
-            dlogit, z, r[:, None, None], scale, blocks, M,
-        )  # fmt: skip
+            DRAW, SUMS, at * (2 * M) + 2 * N + ij, 2 * N, dlogit, z, r[:, None], scale, rows, M
+        )
     tl.store(COEFFICIENTS + N * tokens + t, r * r / width * norm, mask=inside)
 
 
@@ -165,9 +161,10 @@ def add_outer(dw, x, high, low):
 
 @triton.jit
 def gradient_kernel(
-    X, DU, W, DRAW, COEFFICIENTS, DX, PARTS, tokens, hidden, length,
+    X, DU, W, DRAW, COEFFICIENTS, ADDED, DX, PARTS, tokens, hidden, length,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, G: tl.constexpr, BT: tl.constexpr,
-    BH: tl.constexpr, HAS_DU: tl.constexpr, HIDDEN_OF: tl.constexpr, EVEN: tl.constexpr,
+    BH: tl.constexpr, HAS_DU: tl.constexpr, HAS_ADDED: tl.constexpr, HIDDEN_OF: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     SPLIT: tl.constexpr = W.dtype.element_ty != tl.bfloat16
     hidden = hidden // HIDDEN_OF * HIDDEN_OF
@@ -211,8 +208,10 @@ def gradient_kernel(
             if HAS_DU:
                 c_at = COEFFICIENTS + (stream + g) * tokens + start + t
                 dx += tl.load(c_at, mask=rows, other=0.0)[:, None] * du
-            dx_at = DX + at + g * hidden + t[:, None] * width + h[None, :]
-            tl.store(dx_at, dx.to(DX.dtype.element_ty), mask=mask)
+            dx_at = at + g * hidden + t[:, None] * width + h[None, :]
+            if HAS_ADDED:
+                dx += tl.load(ADDED + dx_at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(DX + dx_at, dx.to(DX.dtype.element_ty), mask=mask)
             next_dw = next_dw + (add_outer(dw[g], xs[g], high, low),)  # type: ignore[assignment]
         dw = next_dw
     for g in tl.static_range(G):
@@ -224,37 +223,33 @@ def gradient_kernel(
 
 @triton.jit
 def finish_kernel(
-    PARTS, SUMS, DW, DSCALE, DBASE, size, rows,
-    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, RANGES: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    PARTS, SUMS, DW, DSCALE, DBASE, size, blocks,
+    N: tl.constexpr, M: tl.constexpr, RANGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dW from its parts; the last program has dscale and dbase, from sums of blocks of tokens."""
+    """An element of dbase or dscale of each of the first programs, BLOCK of dW of the others."""
+    SINGLE: tl.constexpr = M + 1 if M == N else M + 3
     program = tl.program_id(0)
-    if program < tl.num_programs(0) - 1:
-        k = program * BLOCK + tl.arange(0, BLOCK)
+    if program < SINGLE:
+        # What one element is summed from is one run of SUMS [2, M, blocks].
+        k = program - M
+        first = tl.where(k < 0, program, M + k * N)
+        count = tl.where(k < 0, 1, tl.where(k < 2, N, N * N))
+        at, length = SUMS + first.to(tl.int64) * blocks, count * blocks
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, length, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            total += tl.load(at + i, mask=i < length, other=0.0)
+        everything = tl.sum(total, 0)
+        if k < 0:
+            tl.store(DBASE + program, everything.to(DBASE.dtype.element_ty))
+        else:
+            tl.store(DSCALE + k, everything.to(DSCALE.dtype.element_ty))
+    else:
+        i = (program - SINGLE) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(RANGES):
-            total += tl.load(PARTS + part * size + k, mask=k < size, other=0.0)
-        tl.store(DW + k, total.to(DW.dtype.element_ty), mask=k < size)
-    else:
-        m = tl.arange(0, P)
-        dbase = tl.zeros([ROWS, P], tl.float32)
-        by_column = tl.zeros([ROWS, P], tl.float32)
-        for first in range(0, rows, ROWS):
-            row = first + tl.arange(0, ROWS)[:, None]
-            at = SUMS + row.to(tl.int64) * (2 * M) + m[None, :]
-            mask = (row < rows) & (m < M)[None, :]
-            dbase += tl.load(at, mask=mask, other=0.0)
-            by_column += tl.load(at + M, mask=mask, other=0.0)
-        tl.store(DBASE + m, tl.sum(dbase, 0).to(DBASE.dtype.element_ty), mask=m < M)
-        by_column = tl.sum(by_column, 0)
-        dpre = tl.sum(tl.where(m < N, by_column, 0.0), 0)
-        tl.store(DSCALE, dpre.to(DSCALE.dtype.element_ty))
-        if M > N:
-            dpost = tl.sum(tl.where((m >= N) & (m < 2 * N), by_column, 0.0), 0)
-            tl.store(DSCALE + 1, dpost.to(DSCALE.dtype.element_ty))
-            dcomb = tl.sum(tl.where(m >= 2 * N, by_column, 0.0), 0)
-            tl.store(DSCALE + 2, dcomb.to(DSCALE.dtype.element_ty))
+            total += tl.load(PARTS + part * size + i, mask=i < size, other=0.0)
+        tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < size)
 
 
 # --- launches -------------------------------------------------------------------------------------
@@ -301,9 +296,9 @@ def padded(m: int) -> int:
     return max(16, triton.next_power_of_2(m))
 
 
-def columns_tile(n: int, hidden: Any, itemsize: int) -> dict[str, Any]:
+def columns_tile(hidden: Any, itemsize: int) -> dict[str, Any]:
     """Threads and columns of a thread where a program walks the columns of one token."""
-    elements, warps = (16 if n < 8 else 8) // itemsize, 4
+    elements, warps = 16 // itemsize, 4
     if isinstance(hidden, int) and hidden <= 32 * elements * 2:
         warps = 1
     block = 32 * warps * elements
@@ -318,7 +313,7 @@ def products(x: torch.Tensor, du: torch.Tensor) -> torch.Tensor:
     tokens, n, hidden = x.shape
     dpre = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     wrap_triton(products_kernel)[(tokens,)](
-        x, du, dpre, tokens, hidden, N=n, **columns_tile(n, hidden, x.element_size())
+        x, du, dpre, tokens, hidden, N=n, **columns_tile(hidden, x.element_size())
     )
     return dpre
 
@@ -332,7 +327,7 @@ def slopes(
     """What the gradient of X [T, n, H] is made of, and dscale and dbase.
 
     Returns draw [T, 2, M] in two bf16 parts, the coefficients pre_i and f [n + 1, T] in fp32, and
-    the sums [blocks, 2, M] of dlogit and dlogit z over blocks of tokens. M is n (n + 2), or n for
+    the sums [2, M, blocks] of dlogit and dlogit z over blocks of tokens. M is n (n + 2), or n for
     the head, whose base has n elements.
     """
     tokens, n, hidden = x.shape
@@ -342,7 +337,7 @@ def slopes(
     blocks = triton.cdiv(tokens, block)
     draw = torch.empty((tokens, 2, m), dtype=torch.bfloat16, device=x.device)
     coefficients = torch.empty((n + 1, tokens), dtype=torch.float32, device=x.device)
-    sums = torch.empty((blocks, 2, m), dtype=torch.float32, device=x.device)
+    sums = torch.empty((2, m, blocks), dtype=torch.float32, device=x.device)
     wrap_triton(logits_kernel)[(blocks,)](
         mixes, sqrsum, scale, base, dpre, x if dpost is None else dpost,
         x if dcomb is None else dcomb, draw, coefficients, sums,
@@ -366,12 +361,34 @@ def finish(
     dw = torch.empty(w.shape, dtype=w.dtype, device=w.device)
     dscale = torch.empty(scale.shape, dtype=scale.dtype, device=w.device)
     dbase = torch.empty(base.shape, dtype=base.dtype, device=w.device)
-    m, block, size = base.shape[0], 1024, w.shape[0] * w.shape[1]
-    wrap_triton(finish_kernel)[(triton.cdiv(size, block) + 1,)](
-        parts, sums, dw, dscale, dbase, size, sums.shape[0],
-        N=n, M=m, P=padded(m), RANGES=parts.shape[0], BLOCK=block, ROWS=32, num_warps=4,
+    block, size = 2048, w.shape[0] * w.shape[1]
+    programs = triton.cdiv(size, block) + base.shape[0] + scale.shape[0]
+    wrap_triton(finish_kernel)[(programs,)](
+        parts, sums, dw, dscale, dbase, size, sums.shape[2],
+        N=n, M=base.shape[0], RANGES=parts.shape[0], BLOCK=block, num_warps=4,
     )  # fmt: skip
     return dw, dscale, dbase
+
+
+def gradient(
+    x: torch.Tensor, w: torch.Tensor, draw: torch.Tensor, coefficients: torch.Tensor,
+    du: torch.Tensor | None, added: torch.Tensor | None, dtype: torch.dtype, chosen: Tile | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dX of X [T, n, H] in ``dtype``, ``added`` [T, n, H] to it, and the parts of dW."""
+    tokens, n, hidden = x.shape
+    m = w.shape[0]
+    chosen = chosen or tile(n, hidden, x.element_size())
+    dx = torch.empty((tokens, n, hidden), dtype=dtype, device=x.device)
+    parts = torch.empty((chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(hidden, chosen.columns), n // chosen.streams, chosen.ranges)
+    wrap_triton(gradient_kernel)[grid](
+        x, x if du is None else du, w, draw, coefficients, x if added is None else added, dx,
+        parts, tokens, hidden, range_of(tokens, chosen.ranges, chosen.tokens),
+        N=n, M=m, P=padded(m), G=chosen.streams, BT=chosen.tokens, BH=chosen.columns,
+        HAS_DU=du is not None, HAS_ADDED=added is not None, HIDDEN_OF=divisor(hidden),
+        EVEN=even(hidden, chosen.columns), num_warps=chosen.warps, num_stages=1,
+    )  # fmt: skip
+    return dx, parts
 
 
 def backward(
@@ -381,20 +398,8 @@ def backward(
     pre_eps: float, eps: float, post_mult: float, chosen: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dX, dW, dscale, dbase) of X [T, n, H], all contiguous; the head's if base has n elements."""
-    tokens, n, hidden = x.shape
-    m = base.shape[0]
-    chosen = chosen or tile(n, hidden, x.element_size())
     draw, coefficients, sums = slopes(
         x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult
     )
-    dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
-    parts = torch.empty((chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(hidden, chosen.columns), n // chosen.streams, chosen.ranges)
-    wrap_triton(gradient_kernel)[grid](
-        x, x if du is None else du, w, draw, coefficients, dx, parts, tokens, hidden,
-        range_of(tokens, chosen.ranges, chosen.tokens),
-        N=n, M=m, P=padded(m), G=chosen.streams, BT=chosen.tokens, BH=chosen.columns,
-        HAS_DU=du is not None, HIDDEN_OF=divisor(hidden), EVEN=even(hidden, chosen.columns),
-        num_warps=chosen.warps, num_stages=1,
-    )  # fmt: skip
-    return dx, *finish(parts, sums, n, w, scale, base)
+    dx, parts = gradient(x, w, draw, coefficients, du, None, x.dtype, chosen)
+    return dx, *finish(parts, sums, x.shape[1], w, scale, base)

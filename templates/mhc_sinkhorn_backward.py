@@ -62,8 +62,11 @@ def back_over(dc, c, eps, COUNT: tl.constexpr):
 
 
 @triton.jit
-def sinkhorn_slope(logits, dc, eps, ITERS: tl.constexpr, HELD: tl.constexpr):
-    """The gradient of logits [tokens, n, n] from dc, that of the result; both fp32."""
+def sinkhorn_slope(logits, dc, eps, N: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr):
+    """The gradient of logits [tokens, n n] from dc, that of the result; both fp32."""
+    # Loaded as rows of n n elements, a token's elements stay in one warp: no sum leaves it.
+    B: tl.constexpr = logits.shape[0]
+    logits, dc = tl.reshape(logits, [B, N, N]), tl.reshape(dc, [B, N, N])
     e = tl.exp2((logits - tl.max(logits, ROWS, keep_dims=True)) * LOG2E)
     p = e / tl.sum(e, ROWS, keep_dims=True)
     first, inverse = divided(p + eps, eps, COLUMNS)
@@ -74,7 +77,7 @@ def sinkhorn_slope(logits, dc, eps, ITERS: tl.constexpr, HELD: tl.constexpr):
             dc = back_over(dc, before, eps, HELD)
     dc = back_over(dc, first, eps, (ITERS - 1) % HELD)
     dc = undivided(dc, first, inverse, COLUMNS)
-    return p * (dc - tl.sum(dc * p, ROWS, keep_dims=True))
+    return tl.reshape(p * (dc - tl.sum(dc * p, ROWS, keep_dims=True)), [B, N * N])
 
 
 @triton.jit
@@ -83,17 +86,17 @@ def sinkhorn_backward_kernel(
     N: tl.constexpr, B: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)  # a double in programs that Inductor writes
-    t = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)[:, None, None]
-    at = t * (N * N) + tl.arange(0, N)[None, :, None] * N + tl.arange(0, N)[None, None, :]
+    t = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)[:, None]
+    at = t * (N * N) + tl.arange(0, N * N)[None, :]
     logits = tl.load(L + at, mask=t < tokens, other=0.0).to(tl.float32)
     dc = tl.load(DC + at, mask=t < tokens, other=0.0).to(tl.float32)
-    dl = sinkhorn_slope(logits, dc, eps, ITERS, HELD)
+    dl = sinkhorn_slope(logits, dc, eps, N, ITERS, HELD)
     tl.store(DL + at, dl.to(DL.dtype.element_ty), mask=t < tokens)
 
 
 def block_of(n: int, warps: int) -> int:
-    """Tokens of a program whose threads have an element each (for n = 8 and one warp: two)."""
-    return max(1, 32 * warps // (n * n))
+    """Tokens of a program: a warp has whole ones, a thread one element, or two for n = 8."""
+    return max(1, 32 // (n * n)) * warps
 
 
 def held_rounds(iters: int) -> int:
