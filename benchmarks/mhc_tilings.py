@@ -111,7 +111,7 @@ def _post_pre(options: Options, x: Any, *rest: Any) -> Any:
 
     own = dict(options)
     with _replaced(mhc_projection, own, "block"):
-        chosen = mhc_post_pre.tiling(x.shape[0], x.shape[1], x.dtype) | own
+        chosen = mhc_post_pre.tiling(x.shape[0], x.shape[1], x) | own
         return mhc_post_pre.post_pre(x, *rest, *V4, "ieee", chosen)
 
 
@@ -179,15 +179,15 @@ KERNELS = {
 }
 TRIED = {
     "projection": [
-        *_grid(LOG=(0, 1, 2), STAGES=(2, 3, 4), num_warps=(4, 8)),
-        *_grid(TILES=(2,), LOG=(0, 1), STAGES=(2, 3), num_warps=(4, 8)),
-        *_grid(block=(128,), LOG=(0, 1, 2), STAGES=(2, 3), num_warps=(4, 8)),
+        *_grid(LOG=(0, 1, 2), STAGES=(2, 3, 4), num_warps=(4,), maxnreg=(None, 168)),
+        *_grid(TILES=(2,), LOG=(0, 1), STAGES=(2, 3), num_warps=(4, 8), maxnreg=(None,)),
+        *_grid(block=(128,), LOG=(0, 1, 2), STAGES=(2, 3), num_warps=(4, 8), maxnreg=(None,)),
     ],
     "fuse": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), num_warps=(4, 8)),
     "post": _grid(BLOCK=(512, 1024, 2048, 4096), num_warps=(4, 8, 16)),
     "post_pre": [
-        *_grid(LOG=(0, 1, 2), AHEAD=(True, False), num_warps=(4, 8)),
-        *_grid(block=(32, 128), LOG=(0, 1), AHEAD=(True, False), num_warps=(4, 8)),
+        *_grid(LOG=(0, 1, 2), J=(1, 2, 4), num_warps=(4, 8), maxnreg=(None, 128)),
+        *_grid(block=(32, 128), LOG=(0, 1), J=(1, 2), num_warps=(4, 8), maxnreg=(None,)),
     ],
     "slopes": [
         *_grid(warps=(1, 2, 8)),

@@ -11,7 +11,7 @@ from inductor_ext import ops
 
 sys.path.append(str(Path(__file__).parent))
 
-from mhc_formulas import N, drawn, _seeded  # noqa: F401
+from mhc_formulas import N, _seeded, drawn  # noqa: F401
 
 # --- bad input ------------------------------------------------------------------------------------
 
