@@ -106,3 +106,13 @@ def _stop_waiting() -> None:
 
     if knobs.cache.manager_class is _waiting_manager():
         del knobs.cache.manager_class
+
+
+def direct_launches() -> Any:
+    """A context in which ``wrap_triton(kernel)`` is the kernel: for code that sees no tracing.
+
+    Outside it each launch goes through a higher-order operation, which costs the host 1 ms.
+    """
+    from torch._library.triton import set_wrap_triton_enabled
+
+    return set_wrap_triton_enabled(False)

@@ -217,8 +217,4 @@ def rewrite(graph: Any) -> None:
     editing.check(graph)
 
 
-registry.register(
-    registry.Lowering(
-        NAME, passes={"early_joint": rewrite}, off="the default, until it has been timed on a card"
-    )
-)
+registry.register(registry.Lowering(NAME, passes={"early_joint": rewrite}))

@@ -23,6 +23,7 @@ from inductor_ext.lowerings import linear_loss, loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
 from inductor_ext.lowerings.loss_rows import (
     check_rounding,
+    check_size,
     is_contiguous,
     key_of,
     levels_of,
@@ -66,6 +67,7 @@ def _check_logits(group: list[Core]) -> None:
 def _check_gradient(gradient: Gradient, numbers: editing.Numbers) -> None:
     """Raise where a gradient of the form is left."""
     forms = gradient.forms
+    check_size(value(gradient.x))
     check_rounding(forms.graph, numbers, forms.levels[gradient.level])
     if value(gradient.x).dtype == torch.float16:
         raise NoForm("an fp16 gradient may underflow before the scale of the loss reaches it")
@@ -156,7 +158,6 @@ for _name, _pass in ((LINEAR, rewrite_linear), (NAME, rewrite)):
             _name,
             lower={SCALED: functools.partial(lower_scaled, _name)},
             passes={"traced_joint": _pass},
-            off="the default, until it has been timed on a card",
         ),
         first=True,  # of those that scale a gradient
     )

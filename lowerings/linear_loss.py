@@ -13,9 +13,9 @@ import torch
 from inductor_ext.lowerings import loss_gradient
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
 
-from inductor_ext import compat_fx
+from inductor_ext import compat, compat_fx
 from inductor_ext.editing import Numbers, same_shape, value
-from inductor_ext.ops._linear_chunks import MEMORY
+from inductor_ext.ops._linear_chunks import MEMORY, chunk_rows
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
@@ -75,6 +75,13 @@ def match(gradient: Gradient, numbers: Numbers) -> Linear:
         raise NoForm("its bias is not [V]")
     if len({value(n).dtype for n in (h, w, *bias)}) > 1:
         raise NoForm("it is of mixed dtypes")
+    rows, hidden, classes = value(h).shape[0], value(h).shape[1], value(w).shape[0]
+    rows, hidden, classes = (compat.hint(compat.expr(n)) for n in (rows, hidden, classes))
+    if chunk_rows(rows, hidden, classes, value(h).dtype.itemsize, MEMORY) < rows:
+        raise NoForm(
+            "all of its logits at once take more memory, but less time than chunks: "
+            "ops.linear_cross_entropy makes them in chunks"
+        )
     linear.sizes = _check_logits(gradient)
 
     def same(a: Any, b: Any) -> bool:

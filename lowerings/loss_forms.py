@@ -214,6 +214,10 @@ class Forms(RowValues):
             return self._exponential(of(args[0]))
         if target in VIEWS or target is aten.expand.default:
             return of(args[0])
+        if target is aten.select.int and same_size(value(args[0]).shape[args[1]], 1):
+            return of(args[0])
+        if target is aten.select_scatter.default and same_size(value(node).shape[args[2]], 1):
+            return of(args[1])
         if target is prims.convert_element_type.default:
             return self._converted(node, of)
         if target in _WHERE:

@@ -38,6 +38,10 @@ VIEWS = {
     aten.clone.default,
 }
 
+# Fewer bytes of logits are swept by stock in less time than a launch out of Python takes; more hide
+# it behind the card.
+LEAST_BYTES = 2**27
+
 # Besides what is pointwise, Inductor computes their input where they read it.
 _INLINING = {aten.amax.default, aten.gather.default, aten.index.Tensor, *SUMS}
 
@@ -126,6 +130,17 @@ def levels_of(z: Any, numbers: Numbers) -> list[Level]:
             rounded.append(node)
         node = source
     return [*levels, level()]
+
+
+def numel(tensor: torch.Tensor) -> int:
+    """The number of elements, at the sizes seen at tracing."""
+    return math.prod(compat.hint(compat.expr(s)) for s in tensor.shape)
+
+
+def check_size(tensor: torch.Tensor) -> None:
+    """Raise for logits in memory that are too few for an operation."""
+    if numel(tensor) * tensor.element_size() < LEAST_BYTES:
+        raise NoForm("logits of this size are swept as fast as a kernel is launched")
 
 
 def check_rounding(graph: Any, numbers: Numbers, level: Level) -> None:

@@ -17,15 +17,18 @@ import operator
 from typing import Any
 
 import torch
+from inductor_ext.lowerings import softmax_values
 from inductor_ext.lowerings.loss_rows import (
     NARROW,
     Level,
     NoForm,
     RowValues,
     check_rounding,
+    check_size,
     is_contiguous,
     key_of,
     levels_of,
+    numel,
     reached,
 )
 from inductor_ext.lowerings.softmax_cores import (
@@ -52,13 +55,6 @@ from inductor_ext.ops import _joint
 aten = torch.ops.aten
 NAME = "softmax"
 STATISTICS = _joint.row_statistics._opoverload
-# Fewer bytes of logits are swept twice in less time than a launch out of Python takes, which more
-# hide behind the card.
-LEAST_BYTES = 2**27
-
-
-def _numel(tensor: torch.Tensor) -> int:
-    return math.prod(compat.hint(compat.expr(s)) for s in tensor.shape)
 
 
 def _check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
@@ -92,10 +88,9 @@ def _check_levels(x: Any, levels: list[Level]) -> None:
     tensor = value(base)
     if not (is_contiguous(tensor) or (tensor.dim() == 2 and tensor.stride(1) == 1)):
         raise NoForm("the logits are not rows of one memory")
-    if 8 * _numel(value(x)) < 7 * _numel(tensor):
+    if 8 * numel(value(x)) < 7 * numel(tensor):
         raise NoForm("only a part of the rows in memory is used")
-    if _numel(tensor) * tensor.element_size() < LEAST_BYTES:
-        raise NoForm("logits of this size are swept as fast as a kernel is launched")
+    check_size(tensor)
 
 
 def _check_sweeps(graph: Any, numbers: Numbers, group: list[Core]) -> None:
@@ -231,21 +226,28 @@ def rewrite(graph: Any) -> None:
     if not graph.find_nodes(op="call_function", target=aten.exp.default):
         return
     numbers = Numbers(graph)
+    tangents = [n for n in graph.find_nodes(op="placeholder") if compat_fx.is_tangent(n)]
+    of_tangent = reached(tangents)
     for group in _groups(graph, numbers):
         here, softmaxes = group[0].site(), len({numbers.of(core.total) for core in group})
         try:
             _check(graph, numbers, group)
-            _check_sweeps(graph, numbers, group)
-            _emit(graph, numbers, group)
+            levels = levels_of(group[0].x, numbers)
+            whole = softmax_values.written(group, levels, of_tangent)
+            if whole is not None:
+                softmax_values.emit(graph, numbers, group[0], levels, *whole)
+            else:
+                _check_sweeps(graph, numbers, group)
+                _emit(graph, numbers, group)
         except NoForm as reason:
             choosing.leave(NAME, here, str(reason))
         else:
-            why = "one read of the logits"
-            if softmaxes > 1:
+            chosen, why = "row_statistics", "one read of the logits"
+            if whole is not None:
+                chosen, why = "softmax_forward", "one read of the logits, one write of the values"
+            elif softmaxes > 1:
                 why = f"one read of the logits for {softmaxes} softmaxes"
-            report.record(
-                report.Decision(NAME, True, "row_statistics", why, here, source="heuristic")
-            )
+            report.record(report.Decision(NAME, True, chosen, why, here, source="heuristic"))
     editing.check(graph)
 
 

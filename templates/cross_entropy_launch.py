@@ -54,7 +54,7 @@ class Loss:
     mean: bool = False
 
 
-def fused_tile(columns: Any, itemsize: int, capped: bool = False) -> Tile:
+def fused_tile(columns: Any, itemsize: int, capped: bool = False, smooth: bool = False) -> Tile:
     """The tile for loss and gradient in one program per row.
 
     A row of up to 8192 logits of 16 bits stays in registers. A longer one is read again, from L2
@@ -73,7 +73,9 @@ def fused_tile(columns: Any, itemsize: int, capped: bool = False) -> Tile:
     if columns * itemsize <= 32768:
         return Tile(2, 8, 0, 1)
     if columns * itemsize > 131072 and columns % elements == 0:
-        return Tile(2, 16, 0, 1)
+        # A block that fills the registers of all warps of a multiprocessor: few rows under way, so
+        # that those stay in L2 between their sweeps.
+        return Tile(2 if capped or smooth else 4, 32, 0, 1)
     return Tile(4, 8, 0, 1)
 
 
@@ -293,7 +295,8 @@ def forward_backward(
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     if dx is None:
         dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    tile = tile or fused_tile(columns, x.element_size(), loss.softcap != 0)
+    plain = loss.kind == INDEX and loss.smoothing == 0 and weight is None
+    tile = tile or fused_tile(columns, x.element_size(), loss.softcap != 0, not plain)
     layout = _layout(x, dx)
     pointers, strides = _sides(loss, x, target, q, weight)
     constants = _constants(loss, x, weight, counts, strides[2])
@@ -386,7 +389,7 @@ def rows_and_gradient(
     if split:
         _split(x, dx, target, factors, results, numbers, {"Z": z, **flags})
         return *results, dx
-    tile = tile or fused_tile(columns, x.element_size(), softcap != 0)
+    tile = tile or fused_tile(columns, x.element_size(), softcap != 0, smooth)
     wrap_triton(row_gradient.rows_kernel)[(rows,)](
         x, dx, target, *factors, *results, columns, x.stride(0), dx.stride(0), target.stride(0),
         *numbers, Z=z, **flags, **layout, SAME=_same(x, dx), **_held(tile, columns, layout),

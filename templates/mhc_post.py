@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
+from .dependent import in_turn, launched
 from .mhc_pre import divisor, load_streams, stride_divisor
 
 
@@ -62,7 +63,9 @@ def post_kernel(
     X, Y, POST, COMB, OUT, hidden, slabs, x_token, x_stream, y_token, post_token, post_stream,
     comb_token, comb_in, comb_out, N: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr,
     Y_OF: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    in_turn(PDL)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
     x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
     y_token = y_token // Y_OF * Y_OF
@@ -82,7 +85,7 @@ def post_kernel(
 
 
 def tile(n: int, itemsize: int) -> dict[str, Any]:
-    return {"BLOCK": 256 * (16 // itemsize), "num_warps": 8}
+    return {"BLOCK": 512 * (16 // itemsize), "num_warps": 4}
 
 
 def post(
@@ -96,7 +99,7 @@ def post(
     chosen = chosen or tile(n, x.element_size())
     slabs = (hidden + chosen["BLOCK"] - 1) // chosen["BLOCK"]
     if not isinstance(tokens, int) or tokens:
-        wrap_triton(post_kernel)[(tokens * slabs,)](
+        launched(post_kernel, wrap_triton(post_kernel), x, (tokens * slabs,))(
             x, y, gates, comb, out, hidden, slabs, x.stride(0), x.stride(1), y.stride(0),
             *gates.stride(), *comb.stride(), N=n, H_OF=divisor(hidden, x.element_size()),
             STRIDE_OF=stride_divisor(x), Y_OF=divisor(y.stride(0), y.element_size()), **chosen,

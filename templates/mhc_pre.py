@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from . import mhc_projection as projection
+from .dependent import in_turn, launched
 from .mhc_coefficients import gates_of, put_coefficients, put_sums, sinkhorn_of
 
 TOKENS = 32  # whose coefficients one program makes, a thread each
@@ -61,7 +62,9 @@ def fuse_kernel(
     post_mult, N: tl.constexpr, HEAD: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr,
     H_OF: tl.constexpr, STRIDE_OF: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
     HELD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    in_turn(PDL)
     C: tl.constexpr = N if HEAD else N * (N + 2)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
     x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
@@ -161,7 +164,7 @@ def fuse(
     slab = chosen["BLOCK"] * chosen["HELD"]
     slabs = (hidden + slab - 1) // slab
     if not isinstance(tokens, int) or tokens:
-        wrap_triton(fuse_kernel)[(blocks + tokens * slabs,)](
+        launched(fuse_kernel, wrap_triton(fuse_kernel), x, (blocks + tokens * slabs,))(
             x, p, q, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden, x.stride(0),
             x.stride(1), blocks, slabs, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
             N=n, HEAD=head, S=s, LOG=(s - 1).bit_length(), H_OF=divisor(hidden, x.element_size()),

@@ -1,15 +1,17 @@
 """The projection of mHC: ``W u`` and ``sum(u^2)`` of u = vec(X), X [T, n, H], in one read of X.
 
 H is cut into GROUPS runs of whole blocks, whatever T is. A group is summed from zero, over its
-blocks and in each over the streams; groups are added in a binary tree. A program takes 1, 2 or 4
+blocks and in each over the streams; groups are added in a binary tree. A program takes 2^LOG
 neighbouring groups of a tile of tokens and adds them up, whoever reads the partials goes on in the
 same tree: the bits of a token depend neither on T nor on how the work was cut.
 
 bf16 meets W in bf16: W is the sum of 3 such parts to the last bit of fp32, of 2 to more than tf32
-has. fp16 and fp32 meet it in tf32, each operand cut into 2 parts for full precision. For bf16 the
-squares are summed by the tensor cores too, as the diagonal of X X^T: the compiler pipelines loads
-of X, and an operand of a pipelined product must not be read by anything else in the loop (triton
-3.6 then overwrites it too early). The tf32 kind does not pipeline and squares its operand plainly.
+has. They stand side by side in one product, so that it reads X from shared memory once. fp16 and
+fp32 meet it in tf32, each operand cut into 2 parts for full precision.
+
+X comes through registers, where it is squared, two blocks ahead. Left to the compiler's pipeline it
+would go to shared memory at once, and there triton 3.6 overwrites a product's operand too early if
+anything else in the loop reads it (relative errors up to 3e-3, at full occupancy only).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 from torch.library import wrap_triton
+
+from .dependent import in_turn, launched
 
 GROUPS = 32  # a power of two
 ROWS = 64  # tokens of a tile: what one matrix instruction takes
@@ -33,24 +37,49 @@ def to_tf32(x):
 
 
 @triton.jit
-def bf16_parts(w, PARTS: tl.constexpr):
-    """``PARTS`` matrices in bf16 whose sum is w, the largest first."""
-    parts = (w.to(tl.bfloat16),)
-    if PARTS > 1:
-        rest = w - parts[0].to(tl.float32)
-        parts = parts + (rest.to(tl.bfloat16),)
-        if PARTS > 2:
-            parts = parts + ((rest - parts[1].to(tl.float32)).to(tl.bfloat16),)
-    return parts
+def bf16_parts(w):
+    """Three matrices in bf16 whose sum is w, the largest first."""
+    high = w.to(tl.bfloat16)
+    rest = w - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def side_by_side(w, CP: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr):
+    """The parts of w [CP, BK] as the rows of one matrix [SLOTS CP, BK]."""
+    high, middle, low = bf16_parts(w)
+    if SLOTS == 1:
+        return high
+    elif SLOTS == 2:
+        pair = tl.permute(tl.join(high, middle), (2, 0, 1))
+        return tl.reshape(pair, (2 * CP, BK))
+    else:
+        both = tl.join(tl.join(high, middle), tl.join(low, tl.zeros_like(low)))
+        return tl.reshape(tl.permute(both, (3, 2, 0, 1)), (4 * CP, BK))
+
+
+@triton.jit
+def load_weights(
+    W, at, mask, turn: tl.constexpr, CP: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr,
+    TURNS: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """A block of W, whose parts are cut here if they were not before."""
+    w = tl.load(W + at, mask=mask, other=0.0)
+    if CUT:
+        if TURNS > 1:
+            w = bf16_parts(w)[turn]
+        else:
+            w = side_by_side(w, CP, BK, SLOTS)
+    return w
 
 
 @triton.jit
 def project(x, w, acc, PARTS: tl.constexpr):
-    """``acc + x w^T`` for x [rows, k], w [columns, k] of any of the kinds."""
+    """``acc + x w^T`` for x [rows, k]; bf16 x meets the parts of w [parts and columns, k] side by
+    side, other x a w of their own [columns, k]."""
     if x.dtype == tl.bfloat16:
-        parts = bf16_parts(w, PARTS)
-        for k in tl.static_range(PARTS):
-            acc = tl.dot(x, tl.trans(parts[k]), acc)
+        acc = tl.dot(x, tl.trans(w), acc)
     else:
         wide, weight = x.to(tl.float32), w.to(tl.float32)
         x_high, w_high = to_tf32(wide), to_tf32(weight)
@@ -65,28 +94,22 @@ def project(x, w, acc, PARTS: tl.constexpr):
 
 
 @triton.jit
-def squares_start(BM: tl.constexpr, BK: tl.constexpr, PRODUCT: tl.constexpr):
-    if PRODUCT:
-        return tl.zeros((BM, BM), tl.float32)
+def joined(acc, SLOTS: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """The products with the parts, added: two at a time, whose order is no matter of layouts."""
+    if SLOTS == 4:
+        acc = tl.sum(tl.reshape(acc, (BM, 2, 2, CP)), 2)
+        return tl.sum(acc, 1)
+    elif SLOTS == 2:
+        return tl.sum(tl.reshape(acc, (BM, 2, CP)), 1)
     else:
-        return tl.zeros((BM, BK), tl.float32)
+        return acc
 
 
 @triton.jit
-def squares(x, acc, PRODUCT: tl.constexpr):
-    if PRODUCT:
-        return tl.dot(x, tl.trans(x), acc)
-    else:
-        wide = x.to(tl.float32)
-        return acc + wide * wide
-
-
-@triton.jit
-def squares_end(acc, BM: tl.constexpr, PRODUCT: tl.constexpr):
-    if PRODUCT:
-        i = tl.arange(0, BM)
-        acc = tl.where(i[:, None] == i[None, :], acc, 0.0)
-    return tl.sum(acc, 1)
+def squares(x, acc, BM: tl.constexpr, BK: tl.constexpr):
+    """``acc`` [rows, BK / 8] plus the squares of x [rows, BK]."""
+    wide = x.to(tl.float32)
+    return acc + tl.sum(tl.reshape(wide * wide, (BM, BK // 8, 8)), 2)
 
 
 @triton.jit
@@ -99,107 +122,114 @@ def group_range(group, hidden, BK: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def load_tile(X, step, first, steps, x_at, x_stream, there, k, hidden, N: tl.constexpr,
+              BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    h = (first + step // N) * BK
+    mask = there & (step < steps)
+    if not EVEN:
+        mask = mask & (h + k[None, :] < hidden)
+    return tl.load(X + (step % N * x_stream + h) + x_at, mask=mask, other=0.0)
+
+
+@triton.jit
 def group_sums(
-    X, W, local, rows, column, group, hidden, x_token, x_stream,
-    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    X, W, local, rows, hidden, group, x_token, x_stream,
+    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr, PARTS: tl.constexpr,
+    CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """(W u of each tile, sum(u^2) of each tile) over one group; X begins at the first of the
-    ``local`` tokens, of which there are ``rows``."""
-    PRODUCT: tl.constexpr = X.dtype.element_ty == tl.bfloat16
+    """(W u, sum(u^2)) over one group; X begins at the first of the ``local`` tokens, of which there
+    are ``rows``."""
     first, blocks = group_range(group, hidden, BK, GROUPS)
-    mixes, square = (), ()
-    for _ in tl.static_range(TILES):
-        mixes = mixes + (tl.zeros((BM, CP), tl.float32),)
-        square = square + (squares_start(BM, BK, PRODUCT),)
+    steps = blocks * N
+    acc = tl.zeros((BM, SLOTS * CP), tl.float32)
+    square = tl.zeros((BM, BK // 8), tl.float32)
     k = tl.arange(0, BK)
+    there = local[:, None] < rows
     # Within a tile 32 bits suffice, of which the registers are fewer.
     x_at = local[:, None] * x_token + k[None, :]
-    w_at = column[:, None] * (N * hidden) + k[None, :]
-    for step in tl.range(0, blocks * N, num_stages=STAGES):
-        stream = step % N
-        h = (first + step // N) * BK
-        inside = h + k[None, :] < hidden
-        w_mask = column[:, None] < C
-        if not EVEN:
-            w_mask = w_mask & inside
-        w = tl.load(W + (stream * hidden + h) + w_at, mask=w_mask, other=0.0)
-        more_mixes, more_square = (), ()
-        for tile in tl.static_range(TILES):
-            x_mask = local[:, None] < rows - tile * BM
+    slot = tl.arange(0, CP if CUT else SLOTS * CP)
+    part, column = slot // CP, slot % CP
+    w_at = (part * C + column)[:, None] * (N * hidden) + k[None, :]
+    used = ((part < PARTS) & (column < C))[:, None]
+    # The next AHEAD tiles of X are on their way in registers, where they are squared.
+    x = ()
+    for i in tl.static_range(AHEAD):
+        x = x + (load_tile(X, i, first, steps, x_at, x_stream, there, k, hidden, N, BK, EVEN),)
+    for step in range(0, steps, AHEAD):
+        following = ()
+        for i in tl.static_range(AHEAD):
+            tile = load_tile(
+                X, step + (AHEAD + i), first, steps, x_at, x_stream, there, k, hidden, N, BK, EVEN
+            )
+            following = following + (tile,)
+        for i in tl.static_range(AHEAD):
+            stream = (step + i) % N
+            h = (first + (step + i) // N) * BK
+            w_mask = used
             if not EVEN:
-                x_mask = x_mask & inside
-            at = X + tl.cast(x_token, tl.int64) * (tile * BM) + (stream * x_stream + h)
-            x = tl.load(at + x_at, mask=x_mask, other=0.0)
-            more_mixes = more_mixes + (project(x, w, mixes[tile], PARTS),)
-            more_square = more_square + (squares(x, square[tile], PRODUCT),)
-        mixes, square = more_mixes, more_square
-    out = ()
-    for tile in tl.static_range(TILES):
-        out = out + (squares_end(square[tile], BM, PRODUCT),)
-    return mixes, out
+                w_mask = w_mask & (h + k[None, :] < hidden)
+            square = squares(x[i], square, BM, BK)
+            for turn in tl.static_range(TURNS):
+                at = (stream * hidden + h) + w_at
+                if not CUT:
+                    at += turn * C * N * hidden
+                w = load_weights(W, at, w_mask, turn, CP, BK, SLOTS, TURNS, CUT)
+                acc = project(x[i], w, acc, PARTS)
+        x = following
+    return joined(acc, SLOTS, CP, BM), tl.sum(square, 1)
 
 
 @triton.jit
-def zeros(TILES: tl.constexpr, BM: tl.constexpr, CP: tl.constexpr):
-    mixes, square = (), ()
-    for _ in tl.static_range(TILES):
-        mixes = mixes + (tl.zeros((BM, CP), tl.float32),)
-        square = square + (tl.zeros((BM,), tl.float32),)
-    return mixes, square
-
-
-@triton.jit
-def plus(a_mixes, a_square, b_mixes, b_square, TILES: tl.constexpr):
-    mixes, square = (), ()
-    for tile in tl.static_range(TILES):
-        mixes = mixes + (a_mixes[tile] + b_mixes[tile],)
-        square = square + (a_square[tile] + b_square[tile],)
-    return mixes, square
-
-
-@triton.jit
-def put_partials(P, Q, part, row, column, tokens, mixes, square, C: tl.constexpr,
-                 TILES: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    for tile in tl.static_range(TILES):
-        t = row + tile * BM
-        at = tl.cast(tokens, tl.int64) * part + t
-        here = (t[:, None] < tokens) & (column[None, :] < C)
-        tl.store(P + at[:, None] * C + column[None, :], mixes[tile], mask=here)
-        tl.store(Q + at, square[tile], mask=t < tokens)
+def put_partials(P, Q, part, row, column, tokens, mixes, square, C: tl.constexpr):
+    at = tl.cast(tokens, tl.int64) * part + row
+    here = (row[:, None] < tokens) & (column[None, :] < C)
+    tl.store(P + at[:, None] * C + column[None, :], mixes, mask=here)
+    tl.store(Q + at, square, mask=row < tokens)
 
 
 @triton.jit
 def projection_kernel(
     X, W, P, Q, tokens, hidden, x_token, x_stream,
-    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr,
-    LOG: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr, PARTS: tl.constexpr,
+    CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr, AHEAD: tl.constexpr, LOG: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """P [S, tokens, C] and Q, as much without C: sums of 2^LOG groups each."""
-    start = tl.program_id(0) * (TILES * BM)
+    in_turn(PDL)
+    start = tl.program_id(0) * BM
     local = tl.arange(0, BM)
     part = tl.program_id(1)
-    column = tl.arange(0, CP)
     group = part << LOG
     X += start.to(tl.int64) * x_token
     # The tree as loops: each level adds the two of the level below, from zero. 0 + x is x.
-    fours, fours_square = zeros(TILES, BM, CP)
+    c, c_square = tl.zeros((BM, CP), tl.float32), tl.zeros((BM,), tl.float32)
     for _ in range(2 if LOG > 2 else 1):
-        pairs, pairs_square = zeros(TILES, BM, CP)
+        b, b_square = tl.zeros((BM, CP), tl.float32), tl.zeros((BM,), tl.float32)
         for _ in range(2 if LOG > 1 else 1):
-            ones, ones_square = zeros(TILES, BM, CP)
+            a, a_square = tl.zeros((BM, CP), tl.float32), tl.zeros((BM,), tl.float32)
             for _ in range(2 if LOG > 0 else 1):
                 mixes, square = group_sums(
-                    X, W, local, tokens - start, column, group, hidden, x_token, x_stream,
-                    N, C, CP, PARTS, TILES, BM, BK, EVEN, GROUPS, STAGES,
+                    X, W, local, tokens - start, hidden, group, x_token, x_stream,
+                    N, C, CP, SLOTS, TURNS, PARTS, CUT, BM, BK, EVEN, GROUPS, AHEAD,
                 )  # fmt: skip
-                ones, ones_square = plus(ones, ones_square, mixes, square, TILES)
+                a, a_square = a + mixes, a_square + square
                 group += 1
-            pairs, pairs_square = plus(pairs, pairs_square, ones, ones_square, TILES)
-        fours, fours_square = plus(fours, fours_square, pairs, pairs_square, TILES)
-    put_partials(P, Q, part, start + local, column, tokens, fours, fours_square, C, TILES, BM)
+            b, b_square = b + a, b_square + a_square
+        c, c_square = c + b, c_square + b_square
+    put_partials(P, Q, part, start + local, tl.arange(0, CP), tokens, c, c_square, C)
+
+
+@triton.jit
+def cut_kernel(W, OUT, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """OUT [PARTS, size] in bf16: the parts of W."""
+    in_turn(PDL)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(W + i, mask=i < size, other=0.0)
+    parts = bf16_parts(w)
+    for part in tl.static_range(PARTS):
+        tl.store(OUT + part * size + i, parts[part], mask=i < size)
 
 
 # --- launches -------------------------------------------------------------------------------------
@@ -226,19 +256,43 @@ def splits(hidden: Any, x: torch.dtype, log: int) -> int:
 
 
 def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
-    """TILES of 64 tokens and 2^LOG groups per program: neither changes a bit, nor do STAGES.
+    """2^LOG groups per program, LOG up to 3, and whether W is cut into its parts before, once:
+    neither changes a bit.
 
-    Few tokens: many programs of one group fill the card. Many: few partials, and three programs on
-    a multiprocessor.
+    Few tokens: many programs of one group fill the card. Many: few partials.
     """
-    known = isinstance(tokens, int)
-    log = 0 if known and tokens <= 128 else 1 if known and tokens <= 1024 else 2
-    chosen: dict[str, Any] = {"TILES": 1, "LOG": log, "STAGES": 1, "num_warps": 4}
-    if x == torch.bfloat16:
-        chosen |= {"STAGES": 3, "num_warps": 8} if n == 8 else {"STAGES": 4}
-        if n == 4 and log == 2:
-            chosen["maxnreg"] = 168
+    most = tokens if isinstance(tokens, int) else 4096
+    few = most <= 128
+    chosen: dict[str, Any] = {"LOG": 0 if few else 1 if most <= 1024 else 2, "BEFORE": most > 256}
+    chosen |= {"AHEAD": min(4 if few else 2, n), "num_warps": 8 if few else 4, "num_stages": 2}
+    if x != torch.bfloat16:
+        chosen |= {"AHEAD": 2, "num_warps": 4, "num_stages": 1}
+    elif n == 8:
+        chosen |= {"AHEAD": 1, "num_warps": 8}
     return chosen
+
+
+def weights(
+    x: torch.dtype, w: torch.Tensor, precision: str, before: bool
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """W as the kernels take it, [parts, columns, n H] where it is cut ``before``, and how."""
+    columns = w.shape[0]
+    parts = parts_of(x, w.dtype, precision)
+    side = parts if x == torch.bfloat16 else 1
+    padded = triton.next_power_of_2(columns)
+    turns = side if padded > 32 else 1  # n = 8: side by side they would fill the registers
+    slots = triton.next_power_of_2(side // turns)
+    width = max(padded, 16 // slots)
+    cut = x == torch.bfloat16 and w.dtype != torch.bfloat16
+    if cut and before:
+        size = w.numel()
+        out = torch.empty((parts, *w.shape), dtype=torch.bfloat16, device=w.device)
+        launched(cut_kernel, wrap_triton(cut_kernel), w, ((size + 1023) // 1024,))(
+            w, out, size, PARTS=parts, BLOCK=1024, num_warps=4
+        )
+        w, cut = out, False
+    how = {"C": columns, "CP": width, "SLOTS": slots, "TURNS": turns, "PARTS": parts, "CUT": cut}
+    return w, how
 
 
 def partials(
@@ -246,16 +300,15 @@ def partials(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(P [S, T, columns], Q [S, T]) in fp32 of x [T, n, H], last dimension dense, and w."""
     tokens, n, hidden = x.shape
-    columns = w.shape[0]
-    chosen = chosen or tiling(tokens, n, x.dtype)
+    chosen = dict(chosen or tiling(tokens, n, x.dtype))
+    w, how = weights(x.dtype, w, precision, chosen.pop("BEFORE"))
     s = splits(hidden, x.dtype, chosen["LOG"])
-    p = torch.empty((s, tokens, columns), dtype=torch.float32, device=x.device)
+    p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)
     q = torch.empty((s, tokens), dtype=torch.float32, device=x.device)
-    tile = chosen["TILES"] * ROWS
-    wrap_triton(projection_kernel)[((tokens + tile - 1) // tile, s)](
-        x, w, p, q, tokens, hidden, x.stride(0), x.stride(1), N=n, C=columns,
-        CP=max(16, triton.next_power_of_2(columns)), PARTS=parts_of(x.dtype, w.dtype, precision),
-        BM=ROWS, BK=block(x.dtype), GROUPS=GROUPS,
-        EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, **chosen,
+    grid = ((tokens + ROWS - 1) // ROWS, s)
+    launched(projection_kernel, wrap_triton(projection_kernel), x, grid)(
+        x, w, p, q, tokens, hidden, x.stride(0), x.stride(1), N=n, BM=ROWS, BK=block(x.dtype),
+        GROUPS=GROUPS, EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, **how,
+        **chosen,
     )  # fmt: skip
     return p, q

@@ -207,16 +207,27 @@ class Tile:
     stages: int
 
 
-def tile(columns: Any, itemsize: int, streams: int) -> Tile:
-    """The tile for rows of ``streams`` tensors that are read."""
+def tile(columns: Any, itemsize: int, tensors: int, swept: int) -> Tile:
+    """The tile for rows of ``tensors`` that are read, ``swept`` of them by both sweeps.
+
+    Short rows stay in registers. Of the longest so few are under way that what the first sweep has
+    read is still in L2 when the second comes (benchmarks/NOTES.md).
+    """
     if not isinstance(columns, int):
-        return Tile(2, 8, 0, 3)
-    elements, most = 16 // itemsize, 4 // streams
-    for warps, r in ((1, 4 // streams), (4, 1), (4, 2), (8, 2), (16, 2)):
+        return Tile(2, 16, 0, 1)
+    elements, most = 16 // itemsize, 4 // tensors
+    for warps, r in ((1, 4 // tensors), (4, 1), (4, 2), (8, 2), (16, 2)):
         block = r * 32 * warps * elements
+        if tensors * columns * itemsize > (65536 if tensors > 1 else 16384):
+            break
         if columns <= (block if warps == 1 else most * block):
             return Tile(r, warps, triton.cdiv(columns, block), 1)
-    return Tile(2, 16, most, 3)
+    if columns % elements == 0:
+        if swept > 1 and columns * itemsize > 32768:
+            return Tile(2, 32, 0, 1)
+        if columns * itemsize > 131072:
+            return Tile(4, 32, 0, 1)
+    return Tile(2, 16, 0, 1)
 
 
 def _layout(chosen: Tile, x: torch.Tensor, *others: torch.Tensor) -> dict[str, Any]:
@@ -240,7 +251,7 @@ def forward(x: torch.Tensor, scale: float, log: bool, chosen: Tile | None = None
     """Softmax of ``scale x``, or its logarithm, over the rows of x [N, V], in the dtype of x."""
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    chosen = chosen or tile(columns, x.element_size(), 1)
+    chosen = chosen or tile(columns, x.element_size(), 1, 1)
     wrap_triton(softmax_kernel)[(rows,)](
         x, y, x.stride(0), y.stride(0), columns, scale, LOG=log, **_layout(chosen, x, y)
     )
@@ -253,7 +264,7 @@ def backward(
     """The gradient of x from the result y of ``forward`` and its gradient g, all of one dtype."""
     rows, columns = y.shape
     dx = torch.empty((rows, columns), dtype=y.dtype, device=y.device)
-    chosen = chosen or tile(columns, y.element_size(), 2)
+    chosen = chosen or tile(columns, y.element_size(), 2, 1 if log else 2)
     wrap_triton(softmax_backward_kernel)[(rows,)](
         y, g, dx, y.stride(0), g.stride(0), dx.stride(0), columns, scale, LOG=log,
         **_layout(chosen, y, g, dx),

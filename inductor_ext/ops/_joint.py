@@ -24,6 +24,7 @@ from torch import Tensor
 from inductor_ext.ops import _composed as composed
 from inductor_ext.ops import _rows
 from inductor_ext.ops._linear_chunks import by_chunks, empty_gradients
+from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.templates import cross_entropy_launch as launch
 from inductor_ext.templates import scaling
 
@@ -31,7 +32,7 @@ from inductor_ext.templates import scaling
 _ANY_STRIDES = (torch.Tag.flexible_layout,)
 
 
-@torch.library.custom_op("inductor_ext::rows_and_gradient", mutates_args=(), tags=_ANY_STRIDES)
+@opaque_op("inductor_ext::rows_and_gradient", tags=_ANY_STRIDES)
 def rows_and_gradient(
     x: Tensor, target: Tensor, a0: Tensor, a1: Tensor | None, b: Tensor, c: Tensor | None,
     scale: float, softcap: float,
@@ -65,7 +66,7 @@ def _(
     return *_like_statistics(a0, c), torch.empty_like(a0), launch.like_rows(x)
 
 
-@torch.library.custom_op("inductor_ext::row_statistics", mutates_args=(), tags=_ANY_STRIDES)
+@opaque_op("inductor_ext::row_statistics", tags=_ANY_STRIDES)
 def row_statistics(
     x: Tensor, below: bool, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +105,7 @@ def _statistics(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak, shifted.exp().sum(1), shifted.sum(1)
 
 
-@torch.library.custom_op("inductor_ext::scaled_gradient", mutates_args=(), tags=_ANY_STRIDES)
+@opaque_op("inductor_ext::scaled_gradient", tags=_ANY_STRIDES)
 def scaled_gradient(made: Tensor, g: Tensor) -> Tensor:
     """``made g``, in made's dtype and new memory, for a gradient made for g = 1; g has one element.
 
@@ -128,7 +129,7 @@ def _(made: Tensor, g: Tensor) -> Tensor:
     return torch.empty_like(made)
 
 
-@torch.library.custom_op("inductor_ext::scale_gradient_", mutates_args=("made",))
+@opaque_op("inductor_ext::scale_gradient_", mutates_args=("made",))
 def scale_gradient_(made: Tensor, g: Tensor) -> None:
     """``scaled_gradient`` where ``made`` lies: on a card a kernel that moves nothing if g is 1.
 
@@ -157,7 +158,7 @@ def _check_scale(made: Tensor, g: Tensor) -> None:
         raise ValueError(f"g is expected to have one element, got {tuple(g.shape)}")
 
 
-@torch.library.custom_op("inductor_ext::linear_rows_and_gradient", mutates_args=())
+@opaque_op("inductor_ext::linear_rows_and_gradient")
 def linear_rows_and_gradient(
     h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, a0: Tensor, a1: Tensor | None,
     b: Tensor, c: Tensor | None, wanted: Sequence[bool], memory: int, scale: float, softcap: float,

@@ -24,11 +24,12 @@ from inductor_ext.ops._cross_entropy import (
     check_weight,
 )
 from inductor_ext.ops._linear_chunks import MEMORY, by_chunks, computing, empty_gradients
+from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import Loss, composed_losses, scaled
 from inductor_ext.templates import cross_entropy_launch as launch
 
 
-@torch.library.custom_op("inductor_ext::linear_cross_entropy_with_gradient", mutates_args=())
+@opaque_op("inductor_ext::linear_cross_entropy_with_gradient")
 def _with_gradient(
     h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Tensor | None,
     wanted: Sequence[bool], memory: int, ignore_index: int, smoothing: float, scale: float,
@@ -53,7 +54,7 @@ def _(
     return h.new_empty((), dtype=torch.float32), *empty_gradients(h, w, bias, wanted)
 
 
-@torch.library.custom_op("inductor_ext::linear_cross_entropy_forward", mutates_args=())
+@opaque_op("inductor_ext::linear_cross_entropy_forward")
 def _forward(
     h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Tensor | None, memory: int,
     ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float, mean: bool,
@@ -80,7 +81,7 @@ def _(h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *_: Any) -> Any
     return *(h.new_empty(rows, dtype=torch.float32) for _ in range(2)), stats, counts
 
 
-@torch.library.custom_op("inductor_ext::linear_cross_entropy_backward", mutates_args=())
+@opaque_op("inductor_ext::linear_cross_entropy_backward")
 def _backward(
     g: Tensor, g_lse: Tensor | None, h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor,
     weight: Tensor | None, stats: Tensor, counts: Tensor, wanted: Sequence[bool], memory: int,

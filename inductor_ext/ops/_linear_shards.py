@@ -24,6 +24,7 @@ from inductor_ext.ops._linear_chunks import (
     parts_of,
     rows_of_chunk,
 )
+from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import INDEX, Loss, scaled
 from inductor_ext.ops._shards import Shard
 
@@ -82,8 +83,7 @@ def _gradients(
     return found.done()
 
 
-@torch.library.custom_op("inductor_ext::sharded_linear_cross_entropy_with_gradient",
-                         mutates_args=())  # fmt: skip
+@opaque_op("inductor_ext::sharded_linear_cross_entropy_with_gradient")
 def _with_gradient(
     h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Tensor | None,
     wanted: Sequence[bool], memory: int, group: str, start: int, classes: int, ignore_index: int,
@@ -108,7 +108,7 @@ def _(
     return h.new_empty((), dtype=dtype), *empty_gradients(h, w, bias, wanted)
 
 
-@torch.library.custom_op("inductor_ext::sharded_linear_cross_entropy_forward", mutates_args=())
+@opaque_op("inductor_ext::sharded_linear_cross_entropy_forward")
 def _forward(
     h: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Tensor | None,
     wanted: Sequence[bool], memory: int, group: str, start: int, classes: int, ignore_index: int,
@@ -125,7 +125,7 @@ def _(h: Tensor, *_: Any) -> Any:
     return _shards.empty_results(h)
 
 
-@torch.library.custom_op("inductor_ext::sharded_linear_cross_entropy_backward", mutates_args=())
+@opaque_op("inductor_ext::sharded_linear_cross_entropy_backward")
 def _backward(
     g: Tensor, g_lse: Tensor | None, h: Tensor, w: Tensor, bias: Tensor | None,
     weight: Tensor | None, stats: Tensor, sums: Tensor, local: Tensor, wanted: Sequence[bool],

@@ -11,6 +11,7 @@ so that autograd and the passes over graphs see one node each.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
+from inductor_ext import compat_launch
 from inductor_ext.compat import float32_precision, under_functorch
 from inductor_ext.ops import _mhc_backward as backward
 from inductor_ext.ops import _mhc_checks as checks
@@ -50,7 +52,8 @@ def _pre(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return composed.pre(X, W, scale, base, *options)
-    found = pre_kernels.pre(_tokens(X, 2), W, scale, base, *options, float32_precision())
+    with _launching(X):
+        found = pre_kernels.pre(_tokens(X, 2), W, scale, base, *options, float32_precision())
     return _leading(X.shape[:-2], found)
 
 
@@ -62,10 +65,9 @@ def _from_mixes(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
-    U, post, comb, _, _ = pre_kernels.from_mixes(
-        mixes.contiguous(), None if sqrsum is None else sqrsum.contiguous(), _tokens(X, 2), scale,
-        base, *options,
-    )  # fmt: skip
+    sums = mixes.contiguous(), None if sqrsum is None else sqrsum.contiguous()
+    with _launching(X):
+        U, post, comb, _, _ = pre_kernels.from_mixes(*sums, _tokens(X, 2), scale, base, *options)
     return _leading(X.shape[:-2], (U, post, comb))
 
 
@@ -74,7 +76,8 @@ def _post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     checks.check_post(X, Y, post, comb)
     if not kernels_apply(X):
         return composed.post(X, Y, post, comb)
-    found = post_kernels.post(_tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2))
+    with _launching(X):
+        found = post_kernels.post(_tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2))
     return found.reshape(X.shape)
 
 
@@ -88,10 +91,11 @@ def _post_pre(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options)
-    X1, *rest = post_pre_kernels.post_pre(
-        _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2), W, scale, base, *options,
-        float32_precision(),
-    )  # fmt: skip
+    operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
+    with _launching(X):
+        X1, *rest = post_pre_kernels.post_pre(
+            *operands, W, scale, base, *options, float32_precision()
+        )
     return X1.reshape(X.shape), *_leading(X.shape[:-2], rest)
 
 
@@ -102,7 +106,9 @@ def _head(
     checks.check_head(X, W, scale, base, rms_eps, pre_eps)
     if not kernels_apply(X):
         return composed.head(X, W, scale, base, rms_eps, pre_eps)
-    found = pre_kernels.head(_tokens(X, 2), W, scale, base, rms_eps, pre_eps, float32_precision())
+    options = rms_eps, pre_eps, float32_precision()
+    with _launching(X):
+        found = pre_kernels.head(_tokens(X, 2), W, scale, base, *options)
     return _leading(X.shape[:-2], found)
 
 
@@ -111,7 +117,8 @@ def _sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     if not kernels_apply(logits):
         return composed.sinkhorn(logits, iters, eps).to(logits.dtype)
     n = logits.shape[-1]
-    return pre_kernels.sinkhorn(logits.reshape(-1, n, n), iters, eps).reshape(logits.shape)
+    with _launching(logits):
+        return pre_kernels.sinkhorn(logits.reshape(-1, n, n), iters, eps).reshape(logits.shape)
 
 
 def _tokens(t: Tensor, kept: int) -> Tensor:
@@ -122,6 +129,13 @@ def _tokens(t: Tensor, kept: int) -> Tensor:
     flat = t.reshape(-1, *t.shape[t.dim() - kept :])
     far = any(isinstance(s, int) and s >= _FAR for s in flat.stride())
     return flat if flat.stride(-1) == 1 and not far else flat.contiguous()
+
+
+def _launching(X: Tensor) -> Any:
+    """Where nothing traces the operation its kernels are launched directly, each dependent on the
+    one before."""
+    plain = type(X) in (Tensor, torch.nn.Parameter) and X.is_cuda
+    return compat_launch.direct_launches() if plain else contextlib.nullcontext()
 
 
 def _small(t: Tensor, kept: int) -> Tensor:

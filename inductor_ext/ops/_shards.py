@@ -22,6 +22,7 @@ from torch import Tensor
 from inductor_ext import compat
 from inductor_ext.ops import _composed as composed
 from inductor_ext.ops import _rows
+from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import INDEX, Loss
 from inductor_ext.templates import cross_entropy_launch as launch
 
@@ -239,7 +240,7 @@ def _denominators(loss: Loss, sums: Tensor) -> Any:
 # --- the operations -------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("inductor_ext::sharded_cross_entropy_forward", mutates_args=())
+@opaque_op("inductor_ext::sharded_cross_entropy_forward")
 def _forward(
     x: Tensor, target: Tensor, weight: Tensor | None, group: str, start: int, classes: int,
     ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float, mean: bool,
@@ -269,7 +270,7 @@ def empty_results(x: Tensor) -> tuple[Tensor, ...]:
     return *(x.new_empty(s, dtype=dtype) for s in shapes), x.new_empty(rows, dtype=torch.int64)
 
 
-@torch.library.custom_op("inductor_ext::sharded_cross_entropy_backward", mutates_args=())
+@opaque_op("inductor_ext::sharded_cross_entropy_backward")
 def _backward(
     g: Tensor, g_lse: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, sums: Tensor,
     local: Tensor, ignore_index: int, smoothing: float, scale: float, softcap: float,

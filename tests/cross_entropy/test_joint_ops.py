@@ -353,3 +353,16 @@ def test_scaling_moves_16_bytes_at_a_time(stride):
     g = torch.empty((), device="meta")
     (kernel,) = launch_binaries(lambda: scaling.scale_in_place(made, g), scaling)
     assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
+
+
+def test_no_launch_takes_the_detour_of_a_traced_one(monkeypatch):
+    launched = []
+    monkeypatch.setattr(_joint, "_scales", lambda made: True)
+    monkeypatch.setattr(
+        scaling,
+        "scale_in_place",
+        lambda made, g: launched.append(torch.library.wrap_triton(scaling.scale_kernel)),
+    )
+    _joint.scale_gradient_(torch.ones(2, 3), torch.tensor(0.3))
+    assert launched == [scaling.scale_kernel]
+    assert torch.library.wrap_triton(scaling.scale_kernel) is not scaling.scale_kernel

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from inductor_ext.lowerings import loss_rows
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
@@ -221,10 +222,11 @@ def test_a_memory_budget_is_kept_to():
     assert not left.fired and "memory budget" in left.reason
 
 
-def test_off_until_asked_for(fresh_status):
-    state = {name: (on, why) for name, on, why in fresh_status}
-    for name in ("fused_loss", "linear_cross_entropy"):
-        assert not state[name][0] and "timed on a card" in state[name][1]
+def test_few_logits_are_left_alone(monkeypatch):
+    monkeypatch.setattr(loss_rows, "LEAST_BYTES", 2**25)
+    found = decided(compiled(plain, logits(), targets()))
+    assert found and not any(d.fired for d in found)
+    assert any("as fast as a kernel is launched" in d.reason for d in found)
 
 
 def test_disabled_is_stock_byte_for_byte():

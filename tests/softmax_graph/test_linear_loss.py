@@ -182,6 +182,16 @@ def test_logits_that_something_else_reads_are_kept(loss, reason):
     assert "rows_and_gradient" in code.forward and "linear_rows" not in code.source
 
 
+def test_more_logits_than_one_chunk_holds_are_kept():
+    rows = 2_500_000_000 // (2 * V) // T + 1
+    code = compile_for(
+        "h200", plain, meta(rows, T, H), meta(V, H), meta(rows, T, dtype=torch.long), grad=True
+    )
+    left, taken = decided(code)
+    assert not left.fired and "less time than chunks" in left.reason
+    assert (taken.lowering, taken.fired) == ("fused_loss", True)
+
+
 def test_each_has_its_own_switch():
     args = meta(B, T, H), meta(V, H), meta(B, T, dtype=torch.long)
     for name, chosen in (("linear_cross_entropy", "chunks"), ("fused_loss", "one sweep")):
