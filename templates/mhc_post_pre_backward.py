@@ -27,6 +27,9 @@ from .mhc_pre_backward import (
     even,
     finish,
     gradient,
+    load_slopes,
+    load_streams,
+    load_tile,
     padded,
     range_of,
     slopes,
@@ -36,23 +39,51 @@ from .mhc_pre_backward import (
 
 
 @triton.jit
-def load_rows(at, mask):
-    return tl.load(at, mask=mask, other=0.0)
+def load_block(
+    X1, DX1, DU, DRAW, COEFFICIENTS, start, t, h, m, end, within, tokens, hidden,
+    N: tl.constexpr, M: tl.constexpr, HAS_DX1: tl.constexpr, HAS_DU: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """What D of a block of tokens is made of."""
+    rows = start + t < end
+    mask = rows[:, None] & (within | EVEN)[None, :]
+    slopes = load_slopes(DRAW, COEFFICIENTS, start, t, m, rows, tokens, 0, N, M, N)
+    x1s = load_streams(X1, start, t, h, mask, hidden, N, 0, N)
+    dx1s = load_streams(DX1, start, t, h, mask & HAS_DX1, hidden, N, 0, N)
+    du = load_streams(DU, start, t, h, mask & HAS_DU, hidden, 1, 0, 1)
+    return slopes, x1s, dx1s, du[0]
+
+
+@triton.jit
+def load_mixing(POST, COMB, start, t, rows, comb_t, comb_i, comb_j, N: tl.constexpr):
+    """post_j and comb[i, j] of each token."""
+    comb_at = COMB + start * comb_t + t * comb_t
+    post, comb = (), ()
+    for j in tl.static_range(N):
+        post = post + (load_tile(POST + (start + t) * N + j, rows),)  # type: ignore[assignment]
+    for i in tl.static_range(N):
+        for j in tl.static_range(N):
+            comb = comb + (load_tile(comb_at + i * comb_i + j * comb_j, rows),)  # type: ignore[assignment]
+    return post, comb
 
 
 @triton.jit
 def boundary_kernel(
     X, Y, POST, COMB, X1, DX1, DU, W, DRAW, COEFFICIENTS, DX, DY, MIXED, PARTS,
     tokens, hidden, length, comb_t, comb_i, comb_j,
-    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
-    HAS_DX1: tl.constexpr, HAS_DU: tl.constexpr, HIDDEN_OF: tl.constexpr, EVEN: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BH: tl.constexpr, HAS_DX1: tl.constexpr, HAS_DU: tl.constexpr, HIDDEN_OF: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     SPLIT: tl.constexpr = W.dtype.element_ty != tl.bfloat16
+    VALUES: tl.constexpr = N * (N + 1)
     hidden = hidden // HIDDEN_OF * HIDDEN_OF  # what masks and rows are made of, by its divisor
     width = hidden * N
     slab, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    t = tl.arange(0, BT)
     h = slab * BH + tl.arange(0, BH)
     m = tl.arange(0, P)
+    v = tl.arange(0, V)[None, :]
     within = h < hidden
     w_high, w_low, dw = (), (), ()
     for j in tl.static_range(N):
@@ -61,25 +92,17 @@ def boundary_kernel(
         w_high, w_low = w_high + (w_parts[0],), w_low + (w_parts[1],)  # type: ignore[assignment]
         dw = dw + (tl.zeros([BH, P], tl.float32),)  # type: ignore[assignment]
     first = part * length
-    for start in range(first, tl.minimum(first + length, tokens), BT):
-        t = tl.arange(0, BT)
-        rows = start + t < tokens
-        mask = rows[:, None]
-        if not EVEN:
-            mask = mask & within[None, :]
-        at = start * width + (t[:, None] * width + h[None, :])
-        at_one = start * hidden + (t[:, None] * hidden + h[None, :])
-        x1s, dx1s = (), ()
-        for j in tl.static_range(N):
-            x1s = x1s + (load_rows(X1 + at + j * hidden, mask),)  # type: ignore[assignment]
-            if HAS_DX1:
-                dx1s = dx1s + (load_rows(DX1 + at + j * hidden, mask),)  # type: ignore[assignment]
-        if HAS_DU:
-            du = load_rows(DU + at_one, mask)
-        draw_at = DRAW + start * (2 * M) + (t[:, None] * (2 * M) + m[None, :])
-        draw_mask = rows[:, None] & (m < M)[None, :]
-        high, low = load_rows(draw_at, draw_mask), load_rows(draw_at + M, draw_mask)
-        f = load_rows(COEFFICIENTS + N * tokens + start + t, rows)
+    end = tl.minimum(first + length, tokens)
+    block = load_block(
+        X1, DX1, DU, DRAW, COEFFICIENTS, first, t, h, m, end, within, tokens, hidden,
+        N, M, HAS_DX1, HAS_DU, EVEN,
+    )  # fmt: skip
+    for start in range(first, end, BT):
+        rows = start + t < end
+        mask = rows[:, None] & (within | EVEN)[None, :]
+        xs = load_streams(X, start, t, h, mask, hidden, N, 0, N)
+        slopes, x1s, dx1s, du = block[0], block[1], block[2], block[3]
+        high, low, f = slopes[0], slopes[1], slopes[2]
         ds, next_dw = (), ()
         for j in tl.static_range(N):
             d = through_weights(w_high[j], w_low[j], high, low, SPLIT)
@@ -87,28 +110,36 @@ def boundary_kernel(
             if HAS_DX1:
                 d += dx1s[j].to(tl.float32)
             if HAS_DU:
-                pre = load_rows(COEFFICIENTS + j * tokens + start + t, rows)
-                d += pre[:, None] * du.to(tl.float32)
+                d += slopes[3 + j][:, None] * du.to(tl.float32)
             ds = ds + (d,)  # type: ignore[assignment]
             next_dw = next_dw + (add_outer(dw[j], x1s[j], high, low),)  # type: ignore[assignment]
         dw = next_dw
-        mixed_at = MIXED + slab.to(tl.int64) * (N * (N + 1)) * tokens + start + t
-        y = load_rows(Y + at_one, mask).to(tl.float32)
+        y = load_streams(Y, start, t, h, mask, hidden, 1, 0, 1)[0]
+        mixing = load_mixing(POST, COMB, start, t, rows, comb_t, comb_i, comb_j, N)
+        post, comb = mixing[0], mixing[1]
+        at = t[:, None] * width + h[None, :]
+        mixed = tl.zeros([BT, V], tl.float32)
         dy = tl.zeros([BT, BH], tl.float32)
         for j in tl.static_range(N):
-            post = load_rows(POST + (start + t) * N + j, rows).to(tl.float32)
-            dy += post[:, None] * ds[j]
-            tl.store(mixed_at + j * tokens, tl.sum(y * ds[j], 1), mask=rows)
-        tl.store(DY + at_one, dy.to(DY.dtype.element_ty), mask=mask)
-        comb_at = COMB + start * comb_t + t * comb_t
+            dy += post[j].to(tl.float32)[:, None] * ds[j]
+            mixed = tl.where(v == j, tl.sum(y.to(tl.float32) * ds[j], 1)[:, None], mixed)
+        dy_at = DY + start * hidden + (t[:, None] * hidden + h[None, :])
+        tl.store(dy_at, dy.to(DY.dtype.element_ty), mask=mask)
+        # The next block is on its way while this one is mixed.
+        block = load_block(
+            X1, DX1, DU, DRAW, COEFFICIENTS, start + BT, t, h, m, end, within, tokens, hidden,
+            N, M, HAS_DX1, HAS_DU, EVEN,
+        )  # fmt: skip
         for i in tl.static_range(N):
-            x = load_rows(X + at + i * hidden, mask).to(tl.float32)
+            x = xs[i].to(tl.float32)
             dx = tl.zeros([BT, BH], tl.float32)
             for j in tl.static_range(N):
-                comb = load_rows(comb_at + i * comb_i + j * comb_j, rows).to(tl.float32)
-                dx += comb[:, None] * ds[j]
-                tl.store(mixed_at + (N + i * N + j) * tokens, tl.sum(x * ds[j], 1), mask=rows)
-            tl.store(DX + at + i * hidden, dx.to(DX.dtype.element_ty), mask=mask)
+                dx += comb[i * N + j].to(tl.float32)[:, None] * ds[j]
+                mixed = tl.where(v == N + i * N + j, tl.sum(x * ds[j], 1)[:, None], mixed)
+            dx_at = DX + start * width + i * hidden + at
+            tl.store(dx_at, dx.to(DX.dtype.element_ty), mask=mask)
+        mixed_at = MIXED + (slab.to(tl.int64) * tokens + start) * VALUES + (t[:, None] * VALUES + v)
+        tl.store(mixed_at, mixed, mask=rows[:, None] & (v < VALUES))
     for j in tl.static_range(N):
         part_at = PARTS + part * (M * width) + (m[None, :] * width + j * hidden + h[:, None])
         tl.store(part_at, dw[j], mask=(m < M)[None, :] & within[:, None])
@@ -116,18 +147,17 @@ def boundary_kernel(
 
 @triton.jit
 def mixed_kernel(MIXED, DPOST, DCOMB, tokens, slabs, N: tl.constexpr, BLOCK: tl.constexpr):
-    """dpost and dcomb: the sums of their parts, a value of a block of tokens per program."""
-    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.program_id(1)
-    at, step = MIXED + value.to(tl.int64) * tokens + t, tokens.to(tl.int64) * (N * (N + 1))
+    """dpost and dcomb: the sums of their parts, in the order of the columns."""
+    VALUES: tl.constexpr = N * (N + 1)
+    size = tokens.to(tl.int64) * VALUES
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for slab in range(0, slabs):
-        total += tl.load(at + slab * step, mask=t < tokens, other=0.0)
-    if value < N:
-        tl.store(DPOST + t * N + value, total.to(DPOST.dtype.element_ty), mask=t < tokens)
-    else:
-        dcomb_at = DCOMB + t * (N * N) + (value - N)
-        tl.store(dcomb_at, total.to(DCOMB.dtype.element_ty), mask=t < tokens)
+        total += tl.load(MIXED + slab * size + k, mask=k < size, other=0.0)
+    t, value = k // VALUES, k % VALUES
+    dpost, dcomb = total.to(DPOST.dtype.element_ty), total.to(DCOMB.dtype.element_ty)
+    tl.store(DPOST + t * N + value, dpost, mask=(k < size) & (value < N))
+    tl.store(DCOMB + t * (N * N) + value - N, dcomb, mask=(k < size) & (value >= N))
 
 
 # --- launches -------------------------------------------------------------------------------------
@@ -183,17 +213,18 @@ def backward(
     dy = torch.empty((tokens, hidden), dtype=y.dtype, device=x.device)
     dpost = torch.empty((tokens, n), dtype=post.dtype, device=x.device)
     dcomb = torch.empty((tokens, n, n), dtype=comb.dtype, device=x.device)
-    mixed = torch.empty((slabs, n * (n + 1), tokens), dtype=torch.float32, device=x.device)
+    mixed = torch.empty((slabs, tokens, n * (n + 1)), dtype=torch.float32, device=x.device)
     parts = torch.empty((chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device)
     wrap_triton(boundary_kernel)[(slabs, chosen.ranges)](
         x, y, post, comb, x1, x1 if dx1 is None else dx1, x1 if du is None else du, w, draw,
         coefficients, dx, dy, mixed, parts, tokens, hidden,
         range_of(tokens, chosen.ranges, chosen.tokens), *comb.stride(),
-        N=n, M=m, P=padded(m), BT=chosen.tokens, BH=chosen.columns, HAS_DX1=dx1 is not None,
-        HAS_DU=du is not None, HIDDEN_OF=divisor(hidden), EVEN=even(hidden, chosen.columns),
-        num_warps=chosen.warps, num_stages=1,
+        N=n, M=m, P=padded(m), V=triton.next_power_of_2(n * (n + 1)), BT=chosen.tokens,
+        BH=chosen.columns, HAS_DX1=dx1 is not None, HAS_DU=du is not None,
+        HIDDEN_OF=divisor(hidden), EVEN=even(hidden, chosen.columns), num_warps=chosen.warps,
+        num_stages=1,
     )  # fmt: skip
-    wrap_triton(mixed_kernel)[(triton.cdiv(tokens, 128), n * (n + 1))](
-        mixed, dpost, dcomb, tokens, slabs, N=n, BLOCK=128, num_warps=4
+    wrap_triton(mixed_kernel)[(triton.cdiv(tokens * n * (n + 1), 256),)](
+        mixed, dpost, dcomb, tokens, slabs, N=n, BLOCK=256, num_warps=2
     )
     return dx, dy, dpost, dcomb, *finish(parts, sums, n, w, scale, base)

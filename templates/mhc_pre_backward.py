@@ -160,6 +160,36 @@ def add_outer(dw, x, high, low):
 
 
 @triton.jit
+def load_tile(at, mask):
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_streams(X, start, t, h, mask, hidden, N: tl.constexpr, FIRST, G: tl.constexpr):
+    """G tiles [tokens, columns] of X [T, n, H] from the stream FIRST on."""
+    at = X + (start * N + FIRST) * hidden + (t[:, None] * (hidden * N) + h[None, :])
+    found = ()
+    for g in tl.static_range(G):
+        found = found + (load_tile(at + g * hidden, mask),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def load_slopes(
+    DRAW, COEFFICIENTS, start, t, m, rows, tokens, FIRST, N: tl.constexpr, M: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
+    """The parts of draw [tokens, P] and, of each token, f and pre of G streams from FIRST on."""
+    draw_at = DRAW + start * (2 * M) + (t[:, None] * (2 * M) + m[None, :])
+    mask = rows[:, None] & (m < M)[None, :]
+    at = COEFFICIENTS + start + t
+    found = load_tile(draw_at, mask), load_tile(draw_at + M, mask), load_tile(at + N * tokens, rows)
+    for g in tl.static_range(G):
+        found = found + (load_tile(at + (FIRST + g) * tokens, rows),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
 def gradient_kernel(
     X, DU, W, DRAW, COEFFICIENTS, ADDED, DX, PARTS, tokens, hidden, length,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, G: tl.constexpr, BT: tl.constexpr,
@@ -169,9 +199,10 @@ def gradient_kernel(
     SPLIT: tl.constexpr = W.dtype.element_ty != tl.bfloat16
     hidden = hidden // HIDDEN_OF * HIDDEN_OF
     width = hidden * N
-    stream = tl.program_id(1) * G
-    part = tl.program_id(2).to(tl.int64)
-    h = tl.program_id(0) * BH + tl.arange(0, BH)
+    stream = tl.program_id(0) % (N // G) * G
+    part = tl.program_id(1).to(tl.int64)
+    t = tl.arange(0, BT)
+    h = tl.program_id(0) // (N // G) * BH + tl.arange(0, BH)
     m = tl.arange(0, P)
     within = h < hidden
     w_high, w_low, dw = (), (), ()
@@ -181,39 +212,35 @@ def gradient_kernel(
         w_high, w_low = w_high + (w_parts[0],), w_low + (w_parts[1],)  # type: ignore[assignment]
         dw = dw + (tl.zeros([BH, P], tl.float32),)  # type: ignore[assignment]
     first = part * length
-    for start in range(first, tl.minimum(first + length, tokens), BT):
-        t = tl.arange(0, BT)
-        rows = start + t < tokens
-        mask = rows[:, None]
-        if not EVEN:
-            mask = mask & within[None, :]
-        at = start * width + stream * hidden
-        xs = ()
-        for g in tl.static_range(G):
-            x_at = X + at + g * hidden + t[:, None] * width + h[None, :]
-            xs = xs + (tl.load(x_at, mask=mask, other=0.0),)  # type: ignore[assignment]
-        du = tl.zeros([BT, BH], tl.float32)
-        if HAS_DU:
-            du_at = DU + start * hidden + t[:, None] * hidden + h[None, :]
-            du = tl.load(du_at, mask=mask, other=0.0).to(tl.float32)
-        draw_at = DRAW + start * (2 * M) + t[:, None] * (2 * M) + m[None, :]
-        draw_mask = rows[:, None] & (m < M)[None, :]
-        high = tl.load(draw_at, mask=draw_mask, other=0.0)
-        low = tl.load(draw_at + M, mask=draw_mask, other=0.0)
-        f = tl.load(COEFFICIENTS + N * tokens + start + t, mask=rows, other=0.0)
+    end = tl.minimum(first + length, tokens)
+    rows = first + t < end
+    mask = rows[:, None] & (within | EVEN)[None, :]
+    slopes = load_slopes(DRAW, COEFFICIENTS, first, t, m, rows, tokens, stream, N, M, G)
+    xs = load_streams(X, first, t, h, mask, hidden, N, stream, G)
+    du = load_streams(DU, first, t, h, mask & HAS_DU, hidden, 1, 0, 1)
+    for start in range(first, end, BT):
+        # The next block is on its way while this one is computed.
+        ahead = start + BT
+        next_rows = ahead + t < end
+        next_mask = next_rows[:, None] & (within | EVEN)[None, :]
+        next_slopes = load_slopes(
+            DRAW, COEFFICIENTS, ahead, t, m, next_rows, tokens, stream, N, M, G
+        )
+        next_xs = load_streams(X, ahead, t, h, next_mask, hidden, N, stream, G)
+        next_du = load_streams(DU, ahead, t, h, next_mask & HAS_DU, hidden, 1, 0, 1)
+        at = (start * N + stream) * hidden + (t[:, None] * width + h[None, :])
+        high, low, f = slopes[0], slopes[1], slopes[2]
         next_dw = ()
         for g in tl.static_range(G):
             dx = through_weights(w_high[g], w_low[g], high, low, SPLIT)
             dx -= f[:, None] * xs[g].to(tl.float32)
             if HAS_DU:
-                c_at = COEFFICIENTS + (stream + g) * tokens + start + t
-                dx += tl.load(c_at, mask=rows, other=0.0)[:, None] * du
-            dx_at = at + g * hidden + t[:, None] * width + h[None, :]
+                dx += slopes[3 + g][:, None] * du[0].to(tl.float32)
             if HAS_ADDED:
-                dx += tl.load(ADDED + dx_at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(DX + dx_at, dx.to(DX.dtype.element_ty), mask=mask)
+                dx += load_tile(ADDED + at + g * hidden, mask).to(tl.float32)
+            tl.store(DX + at + g * hidden, dx.to(DX.dtype.element_ty), mask=mask)
             next_dw = next_dw + (add_outer(dw[g], xs[g], high, low),)  # type: ignore[assignment]
-        dw = next_dw
+        dw, slopes, xs, du, mask = next_dw, next_slopes, next_xs, next_du, next_mask
     for g in tl.static_range(G):
         part_at = (
             PARTS + part * (M * width) + m[None, :] * width + (stream + g) * hidden + h[:, None]
@@ -270,13 +297,14 @@ class Tile:
     warps: int
 
 
-_PROGRAMS = 264  # two on each multiprocessor of an H200
+_PROGRAMS = 528  # four on each multiprocessor of an H200
 
 
 def tile(n: int, hidden: Any, itemsize: int) -> Tile:
     """The tile for residuals of n streams of ``hidden`` columns."""
-    slabs = triton.cdiv(hidden, 128) * n if isinstance(hidden, int) else 128
-    return Tile(32, 128, 1, max(1, min(16, _PROGRAMS // slabs)), 8)
+    streams = 1 if n == 8 or itemsize == 4 else 2
+    slabs = (triton.cdiv(hidden, 64) if isinstance(hidden, int) else 64) * (n // streams)
+    return Tile(16, 64, streams, max(1, min(16, _PROGRAMS // slabs)), 4)
 
 
 def divisor(hidden: Any) -> int:
@@ -380,7 +408,7 @@ def gradient(
     chosen = chosen or tile(n, hidden, x.element_size())
     dx = torch.empty((tokens, n, hidden), dtype=dtype, device=x.device)
     parts = torch.empty((chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(hidden, chosen.columns), n // chosen.streams, chosen.ranges)
+    grid = (triton.cdiv(hidden, chosen.columns) * (n // chosen.streams), chosen.ranges)
     wrap_triton(gradient_kernel)[grid](
         x, x if du is None else du, w, draw, coefficients, x if added is None else added, dx,
         parts, tokens, hidden, range_of(tokens, chosen.ranges, chosen.tokens),
