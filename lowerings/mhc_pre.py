@@ -60,11 +60,16 @@ def may_hold_gates(graph: Any) -> bool:
 
 
 def _is_narrow(node: Any) -> bool:
-    """Whether a product has as many columns as a group of gates, or all of them, can have."""
+    """Whether a product has as many columns as a group of gates, or all of them, can have, and
+    more inputs."""
     tensor = shadow.value_of(node)
+    first = shadow.value_of(node.args[0]) if isinstance(node.args[0], torch.fx.Node) else None
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
         return False
-    return isinstance(tensor.shape[-1], int) and tensor.shape[-1] in _WIDTHS
+    columns = tensor.shape[-1]
+    if not isinstance(columns, int) or columns not in _WIDTHS:
+        return False
+    return not isinstance(first, torch.Tensor) or first.shape[-1] > columns
 
 
 def projections(seen: shadow.Shadow) -> dict[Any, tuple[list[Any], int]]:
