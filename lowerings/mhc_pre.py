@@ -157,11 +157,13 @@ class _Site:
     def comb(self) -> tuple[Any, bool, Matrix, int, float] | None:
         """(the node, whether it is [out, in], logits [in, out], iterations, eps)."""
         last: NoSite | None = None
-        best = None
+        best, own = None, set[int]()
         for node, array in self.small(self.n**2):
             kinds = {self.terms[t][0] for t in array.flat}
             if kinds != {"div"} and not (kinds & {"clamp", "exp", "softmax"}):
                 continue
+            if best is not None and set(array.flat) != own:
+                break  # what lies before the last matrix is the loop's own
             square = array.reshape((self.n, self.n)).rows()
             for is_turned in (False, True):
                 try:
@@ -169,8 +171,7 @@ class _Site:
                 except NoSite as reason:
                     last = last or reason
                     continue
-                if best is None or found[1] > best[3] or (found[1] == best[3]):
-                    best = node, is_turned, *found
+                best, own = (node, is_turned, *found), set(array.flat)
             if best is None and last is not None:
                 break
         if best is None and last is not None:
