@@ -67,7 +67,8 @@ def _from_mixes(
         return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
     sums = mixes.contiguous(), None if sqrsum is None else sqrsum.contiguous()
     with _launching(X):
-        U, post, comb, _, _ = pre_kernels.from_mixes(*sums, _tokens(X, 2), scale, base, *options)
+        given = _tokens(X, 2), *sums, scale.contiguous(), base.contiguous()
+        U, post, comb, _, _ = pre_kernels.fuse(*given, *options)
     return _leading(X.shape[:-2], (U, post, comb))
 
 
@@ -335,7 +336,8 @@ def mhc_pre(
     Returns U [..., H] in the dtype of X, rounded once from fp32, post [..., n] and comb
     [..., n, n] in fp32. The product with W has the precision of torch's float32 matmul setting.
     Gradients of all inputs; those of gradients are composed. No tokens are fine. Deterministic, and
-    a token's results have the same bits however many tokens there are beside it.
+    a token's results have the same bits among any number of up to 1024 tokens, and among any larger
+    number; where that number is not known to the compiler, it counts as larger.
 
     Raises ValueError or TypeError for what does not fit.
     """
@@ -410,9 +412,9 @@ def mhc_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``mhc_post`` of one layer and ``mhc_pre`` of the next: (X', U, post', comb').
 
-    The projection of X' is made where X' is computed, of its values rounded to the dtype of X, as
-    if it had been stored and read. Arguments, gradients, determinism and errors are those of
-    the two functions.
+    X' is rounded to the dtype of X before it is projected. Arguments, results bit for bit,
+    determinism and errors are those of the two functions; the gradient adds up in fp32 what comes
+    to X' from both sides.
     """
     W = _weighted(X, W, norm_weight)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
