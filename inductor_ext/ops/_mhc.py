@@ -25,13 +25,13 @@ from inductor_ext.compat import float32_precision, under_functorch
 from inductor_ext.ops import _mhc_backward as backward
 from inductor_ext.ops import _mhc_checks as checks
 from inductor_ext.ops import _mhc_composed as composed
+from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import beside
 from inductor_ext.templates import mhc_post as post_kernels
-from inductor_ext.templates import mhc_post_pre as post_pre_kernels
 from inductor_ext.templates import mhc_pre as pre_kernels
 
 MOST_PARTIALS = 16
-_FAR = 1 << 24
+_FAR = 1 << 23
 
 
 def kernels_apply(X: Tensor) -> bool:
@@ -43,6 +43,35 @@ def kernels_apply(X: Tensor) -> bool:
 # --- operations -----------------------------------------------------------------------------------
 
 
+@opaque_op("inductor_ext::mhc_pre_of_any_size")
+def _pre_of_any_size(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
+    sinkhorn_eps: float, post_mult: float, precision: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``mhc_pre`` of X [T, n, H], for programs that do not know T: how the kernels cut their
+    work depends on it."""
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    if not kernels_apply(X):
+        return composed.pre(X, W, scale, base, *options)
+    return pre_kernels.pre(X, W, scale, base, *options, precision)
+
+
+@_pre_of_any_size.register_fake
+def _(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
+    sinkhorn_eps: float, post_mult: float, precision: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return pre_kernels.results(X, W.shape[0])
+
+
+def _pre_of(X: Tensor, *given: Any) -> Any:
+    """(U, post, comb, mixes, sqrsum) of X [T, n, H] by kernels."""
+    if not isinstance(X.shape[0], int):
+        return _pre_of_any_size(X, *given, float32_precision())
+    with _launching(X):
+        return pre_kernels.pre(X, *given, float32_precision())
+
+
 @triton_op("inductor_ext::mhc_pre", mutates_args=())
 def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
@@ -52,9 +81,7 @@ def _pre(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return composed.pre(X, W, scale, base, *options)
-    with _launching(X):
-        found = pre_kernels.pre(_tokens(X, 2), W, scale, base, *options, float32_precision())
-    return _leading(X.shape[:-2], found)
+    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), W, scale, base, *options))
 
 
 @triton_op("inductor_ext::mhc_pre_from_mixes", mutates_args=())
@@ -93,11 +120,12 @@ def _post_pre(
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options)
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
+    # One pass that projects X' where it is computed is slower on an H200: a tile of tokens of all
+    # streams, beside what a product needs, leaves too few programs on a multiprocessor.
     with _launching(X):
-        X1, *rest = post_pre_kernels.post_pre(
-            *operands, W, scale, base, *options, float32_precision()
-        )
-    return X1.reshape(X.shape), *_leading(X.shape[:-2], rest)
+        X1 = post_kernels.post(*operands)
+    found = _pre_of(X1, W, scale, base, *options)
+    return X1.reshape(X.shape), *_leading(X.shape[:-2], found)
 
 
 @triton_op("inductor_ext::mhc_head", mutates_args=())
@@ -125,7 +153,7 @@ def _sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 def _tokens(t: Tensor, kept: int) -> Tensor:
     """One dimension of tokens in front of the last ``kept``, of which the last is dense.
 
-    64 tokens are within 31 bits, as the kernels ask.
+    128 tokens are within 31 bits, as the kernels ask.
     """
     flat = t.reshape(-1, *t.shape[t.dim() - kept :])
     far = any(isinstance(s, int) and s >= _FAR for s in flat.stride())
@@ -184,7 +212,8 @@ def _grad_pre(ctx: Any, dU: Any, dpost: Any, dcomb: Any, *_: Any) -> Any:
     if _differentiable():
         grads = _composed_gradients(composed.pre, saved[:4], ctx.options, (dU, dpost, dcomb))
     else:
-        grads = backward.pre_backward(*saved, dU, dpost, dcomb, *ctx.options)
+        given: Any = (*saved, dU, dpost, dcomb, *ctx.options)
+        grads = backward.pre_backward(*given)
     return (*grads, *none)
 
 
@@ -230,7 +259,8 @@ def _setup_post(ctx: Any, inputs: Any, output: Any) -> None:
 def _grad_post(ctx: Any, dX1: Any) -> Any:
     if _differentiable():
         return _composed_gradients(composed.post, ctx.saved_tensors, (), (dX1,))
-    return backward.post_backward(*ctx.saved_tensors, dX1)
+    given: Any = (*ctx.saved_tensors, dX1)
+    return backward.post_backward(*given)
 
 
 _post.register_autograd(_grad_post, setup_context=_setup_post)
@@ -255,7 +285,8 @@ def _grad_post_pre(ctx: Any, dX1: Any, dU: Any, dpost: Any, dcomb: Any, *_: Any)
         return (*_composed_gradients(composed.post_pre, inputs, ctx.options, given), *none)
     if dU is None and dpost is None and dcomb is None:
         return (*backward.post_backward(X, Y, post, comb, dX1), None, None, None, *none)
-    return (*backward.post_pre_backward(*saved, *given, *ctx.options), *none)
+    everything: Any = (*saved, *given, *ctx.options)
+    return (*backward.post_pre_backward(*everything), *none)
 
 
 _post_pre.register_autograd(_grad_post_pre, setup_context=_setup_post_pre)
@@ -271,7 +302,8 @@ def _grad_head(ctx: Any, dU: Any, *_: Any) -> Any:
     saved, none = ctx.saved_tensors, (None, None)
     if _differentiable():
         return (*_composed_gradients(composed.head, saved[:4], ctx.options, (dU,)), *none)
-    return (*backward.head_backward(*saved, dU, *ctx.options), *none)
+    given: Any = (*saved, dU, *ctx.options)
+    return (*backward.head_backward(*given), *none)
 
 
 _head.register_autograd(_grad_head, setup_context=_setup_head)
@@ -337,7 +369,7 @@ def mhc_pre(
     [..., n, n] in fp32. The product with W has the precision of torch's float32 matmul setting.
     Gradients of all inputs; those of gradients are composed. No tokens are fine. Deterministic, and
     a token's results have the same bits among any number of up to 1024 tokens, and among any larger
-    number; where that number is not known to the compiler, it counts as larger.
+    number.
 
     Raises ValueError or TypeError for what does not fit.
     """
