@@ -104,7 +104,8 @@ def append_graph_pass(stage: str, entry: Any) -> None:
 
     These lists are module globals that Inductor runs in order, so no custom-pass slot is taken.
     "traced_joint" comes right behind the fused attention patterns, which want the graph as it was
-    traced; "early_joint" behind that and before the rewriting of scaled softmaxes.
+    traced; "early_joint" behind that and before the rewriting of scaled softmaxes. "pre_grad" is
+    the graph of torch functions in front of AOTAutograd, for which Inductor has no list.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad
 
@@ -114,8 +115,13 @@ def append_graph_pass(stage: str, entry: Any) -> None:
         "joint": joint_graph.pass_patterns,
         "post_grad": post_grad.pass_patterns,
     }
-    if stage not in lists:
-        raise ValueError(f"expected a stage among {sorted(lists)}, got {stage!r}")
+    if stage not in (*lists, "pre_grad"):
+        raise ValueError(f"expected a stage among {sorted([*lists, 'pre_grad'])}, got {stage!r}")
+    if stage == "pre_grad":
+        from . import compat_pre_grad
+
+        compat_pre_grad.append_pass(entry)
+        return
     if stage == "early_joint":
         from .compat_fx import scaled_softmax_patterns
 

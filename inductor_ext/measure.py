@@ -158,6 +158,13 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def capture_stream() -> torch.cuda.Stream:
+    """The stream that calls are captured on. A backward runs where its forward ran: whoever captures
+    a backward alone runs the forward there."""
+    require_cuda()
+    return _side_stream(torch.cuda.current_device())
+
+
 def _synchronizes(run: Callable[[], Any]) -> bool:
     """Whether ``run`` waits for the card. Asked before a capture, which waiting would break."""
     before = torch.cuda.get_sync_debug_mode()
