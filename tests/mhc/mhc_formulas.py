@@ -19,13 +19,17 @@ N = 4
 EPS = 1e-6
 
 
+def launching_modules():
+    """The modules of mHC's kernels that launch some."""
+    names = [m.name for m in pkgutil.iter_modules(templates.__path__) if m.name.startswith("mhc_")]
+    modules = [importlib.import_module(f"{templates.__name__}.{name}") for name in names]
+    return [m for m in modules if hasattr(m, "wrap_triton")]
+
+
 @contextlib.contextmanager
 def kernels():
     """Within: the kernels compute on CPU tensors, in the interpreter."""
-    names = [m.name for m in pkgutil.iter_modules(templates.__path__) if m.name.startswith("mhc_")]
-    modules = [importlib.import_module(f"{templates.__name__}.{name}") for name in names]
-    launching = [m for m in modules if hasattr(m, "wrap_triton")]
-    with launches_interpreted(*launching), pytest.MonkeyPatch.context() as patch:
+    with launches_interpreted(*launching_modules()), pytest.MonkeyPatch.context() as patch:
         for module in (_mhc, _mhc_backward):
             patch.setattr(module, "kernels_apply", on_any_device)
         yield

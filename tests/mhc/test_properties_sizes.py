@@ -1,0 +1,69 @@
+"""Every launch of mHC compiles for the sizes that Triton makes constants of: a one is no number."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inductor_ext.testing import launch_binaries
+
+sys.path.append(str(Path(__file__).parent))
+
+from mhc_formulas import launching_modules
+
+OPTIONS = (2, 1e-6, 1e-6, 1e-6, 2.0)
+
+
+def launches(tokens, n, hidden, dtype):
+    """Every launch function, with meta tensors."""
+    from inductor_ext.templates import (
+        mhc_post,
+        mhc_post_backward,
+        mhc_post_pre,
+        mhc_post_pre_backward,
+        mhc_pre,
+        mhc_pre_backward,
+        mhc_sinkhorn_backward,
+    )
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    columns = n * (n + 2)
+    x, y = empty(tokens, n, hidden, dtype=dtype), empty(tokens, hidden, dtype=dtype)
+    post, comb = empty(tokens, n), empty(tokens, n, n)
+    w, scale, base = empty(columns, n * hidden), empty(3), empty(columns)
+    mixes, sqrsum = empty(tokens, columns), empty(tokens)
+    pre_gradients = x, w, scale, base, mixes, sqrsum, y, post, comb
+    return {
+        "pre": lambda: mhc_pre.pre(x, w, scale, base, *OPTIONS, "ieee"),
+        "head": lambda: mhc_pre.head(x, w[:n], scale[:1], base[:n], 1e-6, 1e-6, "ieee"),
+        "from_mixes": lambda: mhc_pre.from_mixes(mixes[None], None, x, scale, base, *OPTIONS),
+        "sinkhorn": lambda: mhc_pre.sinkhorn(comb, 2, 1e-6),
+        "post": lambda: mhc_post.post(x, y, post, comb.transpose(1, 2)),
+        "post_pre": lambda: mhc_post_pre.post_pre(
+            x, y, post, comb, w, scale, base, *OPTIONS, "ieee"
+        ),
+        "sinkhorn_backward": lambda: mhc_sinkhorn_backward.sinkhorn_backward(comb, comb, 2, 1e-6),
+        "pre_backward": lambda: mhc_pre_backward.backward(*pre_gradients, *OPTIONS),
+        "head_backward": lambda: mhc_pre_backward.backward(
+            x, w[:n], scale[:1], base[:n], mixes[:, :n], sqrsum, y, None, None, 1, 1e-6, 1e-6, 0.0,
+            1.0,
+        ),
+        "post_backward": lambda: mhc_post_backward.backward(x, y, post, comb, x),
+        "post_pre_backward": lambda: mhc_post_pre_backward.backward(
+            x, y, post, comb, x, w, scale, base, mixes, sqrsum, x, y, post, comb, *OPTIONS
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", launches(1, 2, 8, torch.float32))
+def test_one_token(name):
+    binaries = launch_binaries(launches(1, 4, 16, torch.bfloat16)[name], *launching_modules())
+    assert binaries
+
+
+@pytest.mark.parametrize("name", ["pre", "post", "post_pre_backward"])
+def test_one_column(name):
+    assert launch_binaries(launches(3, 2, 1, torch.float16)[name], *launching_modules())
