@@ -90,12 +90,13 @@ def tile(n: int, itemsize: int) -> dict[str, Any]:
 
 def post(
     x: torch.Tensor, y: torch.Tensor, gates: torch.Tensor, comb: torch.Tensor,
-    chosen: dict[str, Any] | None = None,
+    chosen: dict[str, Any] | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """X' [T, n, H] of x [T, n, H], y [T, H], their last dimensions dense, gates [T, n] and comb
+    """X' [T, n, H], in ``out`` if it is given, of x [T, n, H], y [T, H], their last dimensions dense, gates [T, n] and comb
     [T, n, n] of any strides."""
     tokens, n, hidden = x.shape
-    out = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
     chosen = chosen or tile(n, x.element_size())
     slabs = (hidden + chosen["BLOCK"] - 1) // chosen["BLOCK"]
     if not isinstance(tokens, int) or tokens:

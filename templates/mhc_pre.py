@@ -143,22 +143,30 @@ def apply_tile(tokens: Any, n: int, itemsize: int) -> dict[str, Any]:
     return {"BLOCK": 128 * (16 // itemsize), "HELD": held, "num_warps": 4}
 
 
-def fuse(
-    x: torch.Tensor, p: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
-    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-    chosen: dict[str, Any] | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(U, post, comb, mixes, sqrsum) from partials; (U, mixes, sqrsum) for a head's n columns."""
+def results(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
+    """Memory for what ``fuse`` returns, of as many ``columns`` of the projection."""
     tokens, n, hidden = x.shape
-    head = p.shape[2] == n
-    chosen = chosen or apply_tile(tokens, n, x.element_size())
 
     def empty(*shape: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     u = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    mixes, sqrsum = empty(tokens, p.shape[2]), empty(tokens)
-    post, comb = (mixes, mixes) if head else (empty(tokens, n), empty(tokens, n, n))
+    sums = empty(tokens, columns), empty(tokens)
+    return (u, *sums) if columns == n else (u, empty(tokens, n), empty(tokens, n, n), *sums)
+
+
+def fuse(
+    x: torch.Tensor, p: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
+    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    chosen: dict[str, Any] | None = None, out: tuple[torch.Tensor, ...] | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """(U, post, comb, mixes, sqrsum) from partials; (U, mixes, sqrsum) for a head's n columns."""
+    tokens, n, hidden = x.shape
+    head = p.shape[2] == n
+    chosen = chosen or apply_tile(tokens, n, x.element_size())
+    out = results(x, p.shape[2]) if out is None else out
+    u, *coefficients, mixes, sqrsum = out
+    post, comb = (mixes, mixes) if head else coefficients
     s = p.shape[0]
     blocks = (tokens + TOKENS - 1) // TOKENS
     slab = chosen["BLOCK"] * chosen["HELD"]
@@ -170,7 +178,7 @@ def fuse(
             N=n, HEAD=head, S=s, LOG=(s - 1).bit_length(), H_OF=divisor(hidden, x.element_size()),
             STRIDE_OF=stride_divisor(x), BT=TOKENS, **chosen,
         )  # fmt: skip
-    return (u, mixes, sqrsum) if head else (u, post, comb, mixes, sqrsum)
+    return out
 
 
 def pre(

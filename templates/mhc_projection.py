@@ -299,9 +299,16 @@ def partials(
     x: torch.Tensor, w: torch.Tensor, precision: str, chosen: dict[str, Any] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(P [S, T, columns], Q [S, T]) in fp32 of x [T, n, H], last dimension dense, and w."""
-    tokens, n, hidden = x.shape
-    chosen = dict(chosen or tiling(tokens, n, x.dtype))
+    chosen = dict(chosen or tiling(x.shape[0], x.shape[1], x.dtype))
     w, how = weights(x.dtype, w, precision, chosen.pop("BEFORE"))
+    return partials_of(x, w, how, chosen)
+
+
+def partials_of(
+    x: torch.Tensor, w: torch.Tensor, how: dict[str, Any], chosen: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``partials``, w and ``how`` from ``weights``."""
+    tokens, n, hidden = x.shape
     s = splits(hidden, x.dtype, chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)
     q = torch.empty((s, tokens), dtype=torch.float32, device=x.device)

@@ -36,9 +36,9 @@ def run_kernel_interpreted(
 
     Launch options (``num_warps``, ``num_stages``, ``launch_pdl``, ...) are accepted and ignored,
     bf16, fp16 and fp8 are rounded as on the hardware, ``tl.dot`` accumulates in fp32, inline
-    assembly yields zeros (but a plain move its operand), and PDL instructions do nothing. ``tl.device_assert`` of a kernel with
-    ``debug=True`` is an AssertionError. The programs of the grid run one after
-    the other, so a kernel whose programs wait for each other does not terminate.
+    assembly yields zeros (but a plain move its operand), and PDL instructions do nothing.
+    ``tl.device_assert`` of a kernel with ``debug=True`` is an AssertionError. The programs of the
+    grid run one after the other, so a kernel whose programs wait for each other does not terminate.
 
     Raises IndexError when a program accesses memory outside the tensors it was given; ValueError
     for a tensor that is not on the CPU.
