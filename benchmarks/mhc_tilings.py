@@ -111,8 +111,36 @@ def _post_pre(options: Options, x: Any, *rest: Any) -> Any:
 
     own = dict(options)
     with _replaced(mhc_projection, own, "block"):
-        chosen = mhc_post_pre.tiling(x.shape[0], x.shape[1], x) | own
+        chosen = mhc_post_pre.tiling(x.shape[0], x.shape[1], x.dtype) | own
         return mhc_post_pre.post_pre(x, *rest, *V4, "ieee", chosen)
+
+
+def _pre_chunked(options: Options, x: Any, *site: Any) -> Any:
+    """``chunk`` tokens at a time, 0 for all at once; other options are the projection's."""
+    from inductor_ext.templates import mhc_chunks, mhc_pre
+
+    if options.get("chunk") == 0:
+        return mhc_pre.pre(x, *site, *V4, "ieee")
+    return mhc_chunks.pre(x, *site, *V4, "ieee", **_chunks(options, x))
+
+
+def _post_pre_chunked(options: Options, x: Any, *rest: Any) -> Any:
+    """``chunk`` tokens at a time; 0 for post, then pre."""
+    from inductor_ext.templates import mhc_chunks, mhc_post, mhc_pre
+
+    if options.get("chunk") == 0:
+        x1 = mhc_post.post(x, *rest[:3])
+        return x1, *mhc_pre.pre(x1, *rest[3:], *V4, "ieee")
+    return mhc_chunks.post_pre(x, *rest, *V4, "ieee", **_chunks(options, x))
+
+
+def _chunks(options: Options, x: Any) -> Options:
+    from inductor_ext.templates import mhc_chunks, mhc_projection
+
+    own = dict(options)
+    chunk = own.pop("chunk", mhc_chunks.chunk_of(x))
+    default = mhc_projection.tiling(chunk, x.shape[1], x.dtype) | {"BEFORE": True}
+    return {"chunk": chunk, "tile": default | own}
 
 
 def _pre_bwd(
@@ -172,6 +200,8 @@ KERNELS = {
     "fuse": Kernel("pre", 10, _fuse),
     "post": Kernel("post", 18, _post),
     "post_pre": Kernel("post_pre", 28, _post_pre),
+    "pre_chunked": Kernel("pre", 18, _pre_chunked),
+    "post_pre_chunked": Kernel("post_pre", 28, _post_pre_chunked),
     "slopes": Kernel("pre_bwd", 10, _slopes),
     "pre_bwd": Kernel("pre_bwd", 28, _pre_bwd),
     "post_bwd": Kernel("post_bwd", 28, _post_bwd),
@@ -179,15 +209,23 @@ KERNELS = {
 }
 TRIED = {
     "projection": [
-        *_grid(LOG=(0, 1, 2), STAGES=(2, 3, 4), num_warps=(4,), maxnreg=(None, 168)),
-        *_grid(TILES=(2,), LOG=(0, 1), STAGES=(2, 3), num_warps=(4, 8), maxnreg=(None,)),
-        *_grid(block=(128,), LOG=(0, 1, 2), STAGES=(2, 3), num_warps=(4, 8), maxnreg=(None,)),
+        *_grid(LOG=(0, 1, 2, 3), AHEAD=(1, 2, 4), num_warps=(4, 8), BEFORE=(True, False)),
+        *_grid(num_stages=(1, 3)),
+        *_grid(block=(128,), LOG=(0, 1, 2), AHEAD=(1, 2), num_warps=(4, 8)),
     ],
     "fuse": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), num_warps=(4, 8)),
     "post": _grid(BLOCK=(512, 1024, 2048, 4096), num_warps=(4, 8, 16)),
     "post_pre": [
-        *_grid(LOG=(0, 1, 2), J=(1, 2, 4), num_warps=(4, 8), maxnreg=(None, 128)),
-        *_grid(block=(32, 128), LOG=(0, 1), J=(1, 2), num_warps=(4, 8), maxnreg=(None,)),
+        *_grid(LOG=(0, 1, 2), J=(1, 2, 4), num_warps=(4, 8), BEFORE=(True, False)),
+        *_grid(block=(32, 128), LOG=(0, 1), J=(1, 2), num_warps=(4, 8)),
+    ],
+    "pre_chunked": [
+        *_grid(chunk=(0, 128, 192, 256, 384, 512, 1024, 2048)),
+        *_grid(chunk=(256, 384, 512), LOG=(0, 1), AHEAD=(2, 4), num_warps=(4, 8)),
+    ],
+    "post_pre_chunked": [
+        *_grid(chunk=(0, 128, 192, 256, 384, 512, 1024, 2048)),
+        *_grid(chunk=(256, 384, 512), LOG=(0, 1), AHEAD=(2, 4), num_warps=(4, 8)),
     ],
     "slopes": [
         *_grid(warps=(1, 2, 8)),
