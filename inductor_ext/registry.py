@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import agreement, compat, config, report
+from . import agreement, compat, compat_pre_grad, config, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +256,9 @@ def revision() -> str:
 def self_check() -> list[tuple[str, bool, str]]:
     """(what, ok, detail) for every hook that should be in place; the doctor prints it."""
     rows = [("cache key", compat.salt_installed(), "revision() is hashed into both caches")]
+    if compat_pre_grad.entries():
+        ok, gone = compat_pre_grad.is_installed(), "another package replaced it after the import"
+        rows.append(("passes in front of AOTAutograd", ok, "" if ok else gone))
     for op, wrapper in _wrapped.items():
         ok = compat.lowering_of(op) is wrapper
         rows.append(

@@ -43,7 +43,10 @@ class Shadow:
 
     def is_mutated(self, node: Any) -> bool:
         """Whether anything writes to the memory of a shadow node's value."""
-        return compat_pre_grad.storage_key(node.meta["val"]) in self.mutated
+        value = node.meta["val"]
+        if not self.mutated or not isinstance(value, torch.Tensor):
+            return False
+        return compat_pre_grad.storage_key(value) in self.mutated
 
 
 def value_of(node: Any) -> Any:
@@ -260,7 +263,11 @@ class _Run:
         return found
 
     def _outside(self, node: Any) -> None:
-        """What a node does that is not run: it may write to everything it is given."""
+        """What a node does that is not run: it may write to everything it is given, unless it is
+        an operation that says it writes nothing."""
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
+            return
         for source in node.all_input_nodes:
             found = self.values.get(source)
             for one in found if isinstance(found, (tuple, list)) else [found]:

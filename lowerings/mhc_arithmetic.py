@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from inductor_ext.lowerings.mhc_entries import Reader, _each, add_rule, aten, shape_of
+from inductor_ext.lowerings.mhc_arrays import Array, each, indices
+from inductor_ext.lowerings.mhc_entries import Reader, add_rule, aten, shape_of
 from inductor_ext.lowerings.mhc_terms import NARROW, Entries
 
 # --- pointwise ------------------------------------------------------------------------------------
@@ -27,7 +28,7 @@ def _aligned(reader: Reader, node: Any, operands: Any) -> tuple[list[Entries], i
     for o in operands:
         entries = None
         if not isinstance(o, torch.fx.Node):
-            entries = Entries(np.array(reader.terms.constant(o), dtype=object), 0)
+            entries = Entries(Array((), [reader.terms.constant(o)]), 0)
         else:
             entries = reader.of(o)
             if entries is not None and entries.lead:
@@ -84,7 +85,7 @@ def _pointwise(fn: Callable[..., int]) -> Callable[[Reader, Any], Entries | None
             e.wide is None and e.array.ndim > wide and e.array.shape[wide] != 1 for e in entries
         ):
             return None
-        array = _each(lambda *t: fn(reader.terms, *t), *(e.array for e in entries))
+        array = each(lambda *t: fn(reader.terms, *t), *(e.array for e in entries))
         return Entries(reader.rounded(array, node), lead, wide)
 
     return rule
@@ -138,7 +139,7 @@ def _clamp(reader: Reader, node: Any) -> Entries | None:
     if entries is None:
         return None
     bounds = str((*node.args[1:], *sorted(node.kwargs.items())))
-    array = _each(lambda t: reader.terms.apply("clamp", t, bounds), entries.array)
+    array = each(lambda t: reader.terms.apply("clamp", t, bounds), entries.array)
     return Entries(reader.rounded(array, node), entries.lead, entries.wide)
 
 
@@ -161,15 +162,13 @@ def _reduction(fn: Callable[..., int]) -> Callable[[Reader, Any], Entries | None
         if axes[0] < 0:
             return None
         whole = entries.shape(reader.hidden)
-        count = int(np.prod([whole[a] for a in axes]))
+        count = math.prod(whole[a] for a in axes)
         over_hidden = entries.wide in axes
         kept = [a for a in range(entries.array.ndim) if a not in axes]
         moved = entries.array.transpose([*kept, *axes])
         shape = moved.shape[: len(kept)]
-        flat = moved.reshape(*shape, -1)
-        out = np.empty(shape, dtype=object)
-        for index in np.ndindex(shape):
-            out[index] = fn(reader.terms, list(flat[index]), count, over_hidden)
+        lines = moved.reshape((math.prod(shape), moved.size // max(math.prod(shape), 1))).rows()
+        out = Array(shape, [fn(reader.terms, line, count, over_hidden) for line in lines])
         wide = None
         if entries.wide is not None and not over_hidden:
             wide = entries.wide if keep else kept.index(entries.wide)
@@ -204,11 +203,12 @@ def _softmax(reader: Reader, node: Any) -> Entries | None:
     axis = node.args[1] % (entries.lead + entries.array.ndim) - entries.lead
     if axis < 0:
         return None
-    rows = np.moveaxis(entries.array, axis, -1)
-    out = np.empty(rows.shape, dtype=object)
-    for index in np.ndindex(rows.shape):
-        out[index] = reader.terms.apply("softmax", rows[index], *sorted(rows[index[:-1]]))
-    return Entries(reader.rounded(np.moveaxis(out, -1, axis), node), entries.lead)
+    order = [a for a in range(entries.array.ndim) if a != axis]
+    last = entries.array.transpose([*order, axis])
+    terms = [reader.terms.apply("softmax", t, *sorted(row)) for row in last.rows() for t in row]
+    back = [*range(axis), len(order), *range(axis, len(order))]
+    out = Array(last.shape, terms).transpose(back)
+    return Entries(reader.rounded(out, node), entries.lead)
 
 
 add_rule(_softmax, aten._softmax.default)
@@ -226,14 +226,14 @@ def _normed(reader: Reader, node: Any) -> Any:
     mean = terms.div(terms.over_hidden(squares), terms.constant(len(squares) * reader.hidden))
     eps = torch.finfo(dtype).eps if eps is None else eps
     root = terms.apply("rsqrt", terms.add(mean, terms.constant(eps)))
-    array = _each(lambda t: terms.mul(t, root), entries.array)
+    array = each(lambda t: terms.mul(t, root), entries.array)
     if weight is not None:
         by = reader.parameter(weight, wide=True)
         if by is None or by.wide != entries.wide or by.array.shape != array.shape:
             return None
-        array = _each(terms.mul, array, by.array)
+        array = each(terms.mul, array, by.array)
     if dtype in NARROW:
-        array = _each(lambda t: terms.round(t, dtype), array)
+        array = each(lambda t: terms.round(t, dtype), array)
     normed = Entries(array, entries.lead, entries.wide)
     return normed if isinstance(node.meta["val"], torch.Tensor) else (normed, None)
 
@@ -256,7 +256,7 @@ def _projection(reader: Reader, node: Any) -> Entries | None:
         return None
     if int(columns) > LARGEST_PROJECTION:
         return None
-    streams = [list(terms.factors(t)) for t in entries.array]
+    streams = [list(terms.factors(t)) for t in entries.array.flat]
     common = [f for f in streams[0] if not terms.is_wide(f) and all(f in s for s in streams)]
     for factor in common:
         for s in streams:
@@ -270,7 +270,7 @@ def _projection(reader: Reader, node: Any) -> Entries | None:
         terms.mul(terms.make("projected", index, transposed, column, *rest), *common)
         for column in range(int(columns))
     ]
-    return Entries(reader.rounded(np.array(made, dtype=object), node), 1)
+    return Entries(reader.rounded(Array((len(made),), made), node), 1)
 
 
 LARGEST_PROJECTION = 80  # n (n + 2) columns of 8 streams
@@ -313,10 +313,13 @@ def _batched(reader: Reader, node: Any) -> Entries | None:
     if left.wide == 1 or right.wide == 0 or (left.wide is not None) == (right.wide is not None):
         return None
     terms = reader.terms
-    out = np.empty((left.array.shape[0], right.array.shape[1]), dtype=object)
-    for p, r in np.ndindex(out.shape):
-        pairs = zip(left.array[p], right.array[:, r], strict=True)
-        out[p, r] = terms.sum([terms.mul(x, y) for x, y in pairs])
+    rows, columns = left.array.rows(), right.array.transpose([1, 0]).rows()
+
+    def dot(row: list[int], column: list[int]) -> int:
+        return terms.sum([terms.mul(x, y) for x, y in zip(row, column, strict=True)])
+
+    shape = len(rows), len(columns)
+    out = Array(shape, [dot(rows[p], columns[r]) for p, r in indices(shape)])
     wide = 0 if left.wide is not None else 1
     return Entries(reader.rounded(out, node), 1, wide)
 

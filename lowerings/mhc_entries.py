@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
+from inductor_ext.lowerings.mhc_arrays import Array, each, joined
 from inductor_ext.lowerings.mhc_terms import NARROW, Entries, Terms
 
 from inductor_ext import compat
@@ -44,7 +45,7 @@ class Reader:
         self.leaves: list[Any] = []
         self.leads: dict[Any, int] = {}  # of nodes whose inputs do not tell
         streams = [terms.make("stream", i, wide=True) for i in range(self.streams)]
-        array = np.array(streams, dtype=object).reshape(self.streams, 1)
+        array = Array((self.streams, 1), streams)
         self.found: dict[Any, Found] = {source: Entries(array, len(shape) - 2, 1)}
 
     def read(self, node: Any) -> Found:
@@ -91,9 +92,7 @@ class Reader:
         numbers = [
             self.terms.make(kind, index, i, wide=wide is not None) for i in range(math.prod(sizes))
         ]
-        self.found[node] = found = Entries(
-            np.array(numbers, dtype=object).reshape(sizes), lead, wide
-        )
+        self.found[node] = found = Entries(Array(sizes, numbers), lead, wide)
         return found
 
     def parameter(self, node: Any, wide: bool = False) -> Entries | None:
@@ -114,20 +113,12 @@ class Reader:
         last = len(shape_of(node)) - 1 if wide else None
         return self.leaf(node, 0, "weight" if wide else "parameter", last)
 
-    def rounded(self, array: np.ndarray, node: Any) -> np.ndarray:
+    def rounded(self, array: Array, node: Any) -> Array:
         """Terms computed in a node's dtype."""
         dtype = node.meta["val"].dtype
         if dtype not in NARROW:
             return array
-        return _each(lambda t: self.terms.round(t, dtype), array)
-
-
-def _each(fn: Callable[..., int], *arrays: np.ndarray) -> np.ndarray:
-    arrays = np.broadcast_arrays(*arrays)
-    out = np.empty(arrays[0].shape, dtype=object)
-    for index in np.ndindex(out.shape):
-        out[index] = fn(*(a[index] for a in arrays))
-    return out
+        return each(lambda t: self.terms.round(t, dtype), array)
 
 
 # --- moving ---------------------------------------------------------------------------------------
@@ -201,7 +192,7 @@ def _unsqueeze(reader: Reader, node: Any) -> Entries | None:
     wide = entries.wide
     if wide is not None and axis <= wide:
         wide += 1
-    return Entries(np.expand_dims(entries.array, axis), entries.lead, wide)
+    return Entries(entries.array.insert(axis), entries.lead, wide)
 
 
 def _squeeze(reader: Reader, node: Any) -> Entries | None:
@@ -217,7 +208,8 @@ def _squeeze(reader: Reader, node: Any) -> Entries | None:
     wide = entries.wide
     if wide is not None:
         wide -= sum(a < wide for a in axes)
-    return Entries(np.squeeze(entries.array, tuple(axes)), entries.lead, wide)
+    kept = [s for a, s in enumerate(entries.array.shape) if a not in axes]
+    return Entries(entries.array.reshape(kept), entries.lead, wide)
 
 
 def _expand(reader: Reader, node: Any) -> Entries | None:
@@ -239,7 +231,7 @@ def _expand(reader: Reader, node: Any) -> Entries | None:
         tail[wide] //= reader.hidden
     if math.prod(tail) > LARGEST:
         return None
-    return Entries(np.broadcast_to(entries.array, tail), lead, wide)
+    return Entries(entries.array.broadcast(tail), lead, wide)
 
 
 def _permute(reader: Reader, node: Any) -> Entries | None:
@@ -274,7 +266,7 @@ def _select(reader: Reader, node: Any) -> Entries | None:
     wide = entries.wide
     if wide is not None and axis < wide:
         wide -= 1
-    return Entries(entries.array.take(index, axis), entries.lead, wide)
+    return Entries(entries.array.take(axis, index), entries.lead, wide)
 
 
 def _slice(reader: Reader, node: Any) -> Entries | None:
@@ -298,8 +290,7 @@ def _cut(reader: Reader, entries: Entries, axis: int, bounds: list[Any]) -> Entr
         if begin % reader.hidden or end % reader.hidden:
             return None
         begin, end = begin // reader.hidden, end // reader.hidden
-    index = tuple(slice(begin, end) if a == axis else slice(None) for a in range(axis + 1))
-    return Entries(entries.array[index], entries.lead, entries.wide)
+    return Entries(entries.array.cut(axis, begin, max(begin, end)), entries.lead, entries.wide)
 
 
 def _split(reader: Reader, node: Any) -> Found:
@@ -321,14 +312,14 @@ def _split(reader: Reader, node: Any) -> Found:
         wide = entries.wide
         if wide is not None and axis < wide:
             wide -= 1
-        return tuple(Entries(entries.array.take(i, axis), entries.lead, wide) for i in range(size))
+        return tuple(Entries(entries.array.take(axis, i), entries.lead, wide) for i in range(size))
     parts = node.args[1]
     if isinstance(parts, int):
         parts = [min(parts, size - i) for i in range(0, size, parts)]
     if not all(isinstance(p, int) for p in parts):
         return None
-    ends = np.cumsum(parts)
-    cuts = [[int(end - part), int(end)] for end, part in zip(ends, parts, strict=True)]
+    ends = itertools.accumulate(parts)
+    cuts = [[end - part, end] for end, part in zip(ends, parts, strict=True)]
     return tuple(_cut(reader, entries, axis, bounds) for bounds in cuts)
 
 
@@ -351,8 +342,8 @@ def _joined(reader: Reader, node: Any) -> Entries | None:
         wide = first.wide
         if wide is not None and axis <= wide:
             wide += 1
-        return Entries(np.stack([p.array for p in known], axis), first.lead, wide)
-    return Entries(np.concatenate([p.array for p in known], axis), first.lead, first.wide)
+        return Entries(joined([p.array.insert(axis) for p in known], axis), first.lead, wide)
+    return Entries(joined([p.array for p in known], axis), first.lead, first.wide)
 
 
 _SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int)

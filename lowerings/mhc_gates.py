@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 from inductor_ext.lowerings.mhc_sites import NoSite
 from inductor_ext.lowerings.mhc_terms import Terms
 
@@ -20,6 +19,14 @@ class Logit:
     base: tuple[int, int]
     rms_eps: float
     norm_weight: int | None
+
+
+Matrix = list[list[int]]
+
+
+def turned(matrix: Matrix) -> Matrix:
+    """The transpose."""
+    return [list(row) for row in zip(*matrix, strict=True)]
 
 
 class Gates:
@@ -117,33 +124,32 @@ class Gates:
 
     # --- Sinkhorn ---------------------------------------------------------------------------------
 
-    def _divided(self, matrix: np.ndarray, axis: int) -> tuple[np.ndarray, float] | None:
-        """(what was divided by its sums along ``axis``, the eps in them)."""
-        before = np.empty_like(matrix)
-        divisors = np.empty_like(matrix)
-        for index in np.ndindex(matrix.shape):
-            kind, *operands = self.terms[matrix[index]]
-            if kind != "div":
+    def _divided(self, matrix: Matrix, by_rows: bool) -> tuple[Matrix, float] | None:
+        """(what was divided by its row or column sums, the eps in them)."""
+        lines = matrix if by_rows else turned(matrix)
+        before, found = [], set()
+        for line in lines:
+            parts = [self.terms[t] for t in line]
+            if any(p[0] != "div" for p in parts):
                 return None
-            before[index], divisors[index] = operands
-        found = set()
-        for line in range(self.n):
-            line_of = before[:, line] if axis == 0 else before[line]
-            by = divisors[:, line] if axis == 0 else divisors[line]
-            total, eps = self.terms.offset(by[0])
-            if len(set(by)) != 1 or total != self.terms.sum(list(line_of)):
+            total, eps = self.terms.offset(parts[0][2])
+            own = [p[1] for p in parts]
+            if len({p[2] for p in parts}) != 1 or total != self.terms.sum(own):
                 return None
+            before.append(own)
             found.add(eps)
-        return (before, found.pop()) if len(found) == 1 else None
+        if len(found) != 1:
+            return None
+        return (before if by_rows else turned(before)), found.pop()
 
-    def sinkhorn(self, comb: np.ndarray) -> tuple[np.ndarray, int, float]:
+    def sinkhorn(self, comb: Matrix) -> tuple[Matrix, int, float]:
         """(logits, iterations, eps) of a matrix [in, out] whose last normalisation is of columns.
 
         Raises NoSite.
         """
         matrix, steps, seen = comb, 0, []
         while True:
-            step = self._divided(matrix, steps % 2)
+            step = self._divided(matrix, by_rows=steps % 2 == 1)
             if step is None:
                 break
             matrix, eps = step
@@ -151,38 +157,36 @@ class Gates:
             steps += 1
         if steps == 0:
             raise NoSite(self._undivided(matrix))
-        plain = np.empty_like(matrix)
-        for i, j in np.ndindex(matrix.shape):
-            inner, eps = self.terms.offset(matrix[i, j])
-            kind, *of = self.terms[inner]
-            if kind != "softmax":
+        logits = []
+        for row in matrix:
+            parts = [self.terms.offset(t) for t in row]
+            found = [self.terms[inner] for inner, _ in parts]
+            if any(f[0] != "softmax" for f in found):
                 raise NoSite(self._start(matrix))
-            seen.append(eps)
-            plain[i, j] = of[0]
-            matrix[i, j] = inner
-        for i, j in np.ndindex(plain.shape):
-            if list(self.terms[matrix[i, j]][2:]) != sorted(plain[i]):
+            logits.append([f[1] for f in found])
+            seen += [eps for _, eps in parts]
+            if any(list(f[2:]) != sorted(logits[-1]) for f in found):
                 raise NoSite("the Sinkhorn loop does not begin with a softmax over rows")
         if steps % 2 == 0:
             raise NoSite("the Sinkhorn loop does not begin with columns")
         if len(set(seen)) != 1:
             listed = ", ".join(f"{e:g}" for e in sorted(set(seen)))
             raise NoSite(f"the Sinkhorn loop adds several eps: {listed}")
-        return plain, (steps + 1) // 2, seen[0]
+        return logits, (steps + 1) // 2, seen[0]
 
-    def _undivided(self, matrix: np.ndarray) -> str:
+    def _undivided(self, matrix: Matrix) -> str:
         """Why a matrix is no step of the loop."""
-        divisors = [self.terms[t][2] for t in matrix.flat if self.terms[t][0] == "div"]
+        divisors = [self.terms[t][2] for row in matrix for t in row if self.terms[t][0] == "div"]
         if any(self.terms[d][0] == "clamp" for d in divisors):
             return "sums in the Sinkhorn loop are clamped, not added eps to"
         if divisors and all(not self.terms.holds(d, "softmax") for d in divisors):
             return "the Sinkhorn loop begins with exp, not with a softmax"
-        if divisors and self._divided(matrix.copy(), 1) is not None:
+        if divisors and self._divided(matrix, by_rows=True) is not None:
             return "the Sinkhorn loop ends with rows where it begins with them"
         return "a normalisation in the Sinkhorn loop is not a division by sums + eps"
 
-    def _start(self, matrix: np.ndarray) -> str:
-        kinds = {self.terms[t][0] for t in matrix.flat}
+    def _start(self, matrix: Matrix) -> str:
+        kinds = {self.terms[t][0] for row in matrix for t in row}
         if "exp" in kinds:
             return "the Sinkhorn loop begins with exp, not with a softmax"
         if "div" in kinds:

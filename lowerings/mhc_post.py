@@ -90,7 +90,7 @@ class _Site:
         self.result: Any = None
         self.reason: NoSite | None = None
         self.parts: Any = None
-        read_from(self.reader, positions, self._goes_on)
+        read_from(self.reader, seen, positions, self._goes_on)
 
     def _goes_on(self, node: Any) -> bool:
         found = self.reader.found[node]
@@ -109,6 +109,8 @@ class _Site:
     # --- other tensors ----------------------------------------------------------------------------
 
     def _outside(self, reader: Reader, node: Any, lead: int) -> Entries | None:
+        if self.shadow.is_mutated(node):
+            return None
         if node in reader.found:
             entries = reader.of(node)
             return entries if entries is not None and entries.lead == lead else None
@@ -178,6 +180,8 @@ class _Site:
                 kinds = sorted(t[0] for t in pair)
                 if kinds == ["coefficient", "stream"]:
                     pair.sort()
+                    if pair[1][1] in row:
+                        return None
                     row[pair[1][1]] = pair[0][1:]
                 elif kinds == ["coefficient", "output"]:
                     pair.sort()

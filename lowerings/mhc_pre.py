@@ -11,11 +11,11 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import numpy as np
 import torch
 from inductor_ext.lowerings import mhc_sites
+from inductor_ext.lowerings.mhc_arrays import Array
 from inductor_ext.lowerings.mhc_entries import Reader, aten, shape_of
-from inductor_ext.lowerings.mhc_gates import Gates, Logit
+from inductor_ext.lowerings.mhc_gates import Gates, Logit, Matrix, turned
 from inductor_ext.lowerings.mhc_sites import (
     STREAMS,
     NoSite,
@@ -92,7 +92,7 @@ class _Site:
         self.reader = Reader(self.terms, x)
         self.n, self.hidden = self.reader.streams, self.reader.hidden
         self.gates = Gates(self.terms, self.n, self.hidden)
-        read_from(self.reader, positions, lambda node: node not in stops)
+        read_from(self.reader, seen, positions, lambda node: node not in stops)
         ours = (n for n in self.reader.found if n in seen.first and n is not x)
         self.nodes = sorted((seen.first[n] for n in ours), key=seen.order.__getitem__)
 
@@ -114,12 +114,12 @@ class _Site:
                 continue
             if self.shadow.of[node].meta["val"].dtype != dtype:
                 continue
-            gates = self.gates.collapse(found.array.item(), rounded)
+            gates = self.gates.collapse(found.array.flat[0], rounded)
             if gates is not None and all(self.terms.holds(g, "projected") for g in gates):
                 return node, gates
         return None
 
-    def small(self, size: int) -> list[tuple[Any, np.ndarray]]:
+    def small(self, size: int) -> list[tuple[Any, Array]]:
         """The nodes of ``size`` fp32 coefficients per token, later ones first."""
         found = []
         for node in reversed(self.nodes):
@@ -149,7 +149,7 @@ class _Site:
         ours = {self.gates.sigmoid(t)[2] for t in terms}
         return not ours.isdisjoint(self.gates.sigmoid(t)[2] for t in later)
 
-    def comb(self) -> tuple[Any, bool, np.ndarray, int, float] | None:
+    def comb(self) -> tuple[Any, bool, Matrix, int, float] | None:
         """(the node, whether it is [out, in], logits [in, out], iterations, eps)."""
         last: NoSite | None = None
         best = None
@@ -157,15 +157,15 @@ class _Site:
             kinds = {self.terms[t][0] for t in array.flat}
             if kinds != {"div"} and not (kinds & {"clamp", "exp", "softmax"}):
                 continue
-            square = array.reshape(self.n, self.n)
-            for turned in (False, True):
+            square = array.reshape((self.n, self.n)).rows()
+            for is_turned in (False, True):
                 try:
-                    found = self.gates.sinkhorn((square.T if turned else square).copy())
+                    found = self.gates.sinkhorn(turned(square) if is_turned else square)
                 except NoSite as reason:
                     last = last or reason
                     continue
                 if best is None or found[1] > best[3] or (found[1] == best[3]):
-                    best = node, turned, *found
+                    best = node, is_turned, *found
             if best is None and last is not None:
                 break
         if best is None and last is not None:
@@ -206,7 +206,7 @@ def _match(site: _Site, columns: int) -> Replacement | None:
     groups = (
         logits,
         site.logits([a for _, _, a in posts]),
-        site.logits(list(comb[2].flat)),
+        site.logits([t for row in comb[2] for t in row]),
     )
     return _replace(site, (u, post[0], comb), groups, parsed[0][1], posts[0][0])
 
@@ -287,7 +287,7 @@ def _part(i: int) -> Any:
 def _replace(
     site: _Site, outputs: Any, groups: tuple[list[Logit], ...], pre_eps: float, post_mult: float
 ) -> Replacement:
-    u, post, (comb, turned, _, iters, eps) = outputs
+    u, post, (comb, is_turned, _, iters, eps) = outputs
     operands = _operands(site, groups)
     rows, scales, bases, norm_weight, rms_eps = operands
     x = _program_node(site, site.x)
@@ -299,7 +299,7 @@ def _replace(
         op = mhc_sites.operation(NAME)
         whole = program.call(op, x, w, scale, base, *options)
         parts = [program.call(operator.getitem, whole, i) for i in range(3)]
-        if turned:
+        if is_turned:
             parts[2] = program.call("transpose", parts[2], -1, -2)
         return [program.shaped(p, o) for p, o in zip(parts, (u, post, comb), strict=True)]
 

@@ -90,8 +90,11 @@ def _is_wide(operand: Any, whole: Any) -> bool:
     return tensor.dim() == out.dim() and shape_of(operand) == shape_of(whole)
 
 
-def read_from(reader: Reader, positions: dict[Any, int], goes_on: Callable[[Any], bool]) -> None:
-    """Read what depends on the reader's streams, in order, behind each node that ``goes_on``."""
+def read_from(
+    reader: Reader, shadow: Shadow, positions: dict[Any, int], goes_on: Callable[[Any], bool]
+) -> None:
+    """Read what depends on the reader's streams, in order, behind each node that ``goes_on``.
+    What is written to has not one value: it is not read."""
     heap: list[tuple[int, Any]] = []
     seen = {reader.source}
 
@@ -104,7 +107,7 @@ def read_from(reader: Reader, positions: dict[Any, int], goes_on: Callable[[Any]
     push(reader.source)
     while heap:
         _, node = heapq.heappop(heap)
-        if reader.read(node) is not None and goes_on(node):
+        if not shadow.is_mutated(node) and reader.read(node) is not None and goes_on(node):
             push(node)
 
 
@@ -311,11 +314,16 @@ def apply(shadow: Shadow, graph: Any, found: list[Replacement]) -> list[Replacem
     return ready
 
 
+# What an export puts behind conversions: of tensors that are known, which need no check.
+_ASSERTION = aten._assert_tensor_metadata.default
+
+
 def _needed(shadow: Shadow, graph: Any, found: list[Replacement]) -> dict[Any, Any]:
     """The nodes of the program that are needed once all is replaced, each with a user."""
     of_output = {out: r for r in found for out in r.outputs}
     needed: dict[Any, Any] = {}
     stack = [n for n in graph.nodes if n not in shadow.pure and n.op != "placeholder"]
+    stack = [n for n in stack if n.target is not _ASSERTION]
     for node in stack:
         needed.setdefault(node, node)
     while stack:
@@ -337,8 +345,12 @@ def _edit(shadow: Shadow, program: Program, replacement: Replacement) -> None:
         dead.append(out)
     while dead:
         node = dead.pop()
-        if compat_fx.is_erased(node) or node.users or node not in shadow.pure:
+        if compat_fx.is_erased(node) or node not in shadow.pure:
             continue
+        if any(user.target is not _ASSERTION for user in node.users):
+            continue
+        for user in list(node.users):
+            program.graph.erase_node(user)
         sources = node.all_input_nodes
         program.graph.erase_node(node)
         dead.extend(sources)

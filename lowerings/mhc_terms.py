@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import torch
+from inductor_ext.lowerings.mhc_arrays import Array
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -140,12 +140,9 @@ class Entries:
     """Terms of a tensor of shape ``lead`` dimensions + ``array.shape``; along axis ``wide`` of the
     array an entry stands for H numbers."""
 
-    array: np.ndarray
+    array: Array
     lead: int
     wide: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "array", np.asarray(self.array, dtype=object))
 
     def shape(self, hidden: int) -> tuple[int, ...]:
         """Of what is behind the lead dimensions, in numbers."""

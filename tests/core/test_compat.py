@@ -15,7 +15,7 @@ from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_ext import compat, compat_fx, compat_ir
+from inductor_ext import compat, compat_fx, compat_ir, compat_pre_grad, registry
 
 pytestmark = pytest.mark.codegen  # a torch that moved a name must turn CI red
 
@@ -79,6 +79,56 @@ def test_pass_lists():
         ValueError, match=r"expected a stage among .*joint.*post_grad.*, got 'late'"
     ):
         compat.append_graph_pass("late", None)
+
+
+def test_the_graph_in_front_of_autograd():
+    """Inductor's function that edits it is a global, looked up at each call; ours wraps it."""
+    from torch._inductor import compile_fx
+
+    source = inspect.getsource(find("torch._inductor.compile_fx:_recursive_pre_grad_passes"))
+    assert "pre_grad_passes(gm, example_inputs, add_passes, remove_passes)" in source
+    assert compat_pre_grad.is_installed() and compat_pre_grad.entries()
+    ours = compile_fx.pre_grad_passes
+    compile_fx.pre_grad_passes = ours.__wrapped__
+    try:
+        assert not compat_pre_grad.is_installed()
+        bad = [what for what, ok, _ in registry.self_check() if not ok]
+    finally:
+        compile_fx.pre_grad_passes = ours
+    assert bad == ["passes in front of AOTAutograd"]
+
+
+def test_running_a_graph_again_on_its_fake_tensors():
+    fake_mode = find("torch._subclasses:FakeTensorMode")(
+        shape_env=find("torch.fx.experimental.symbolic_shapes:ShapeEnv")()
+    )
+    x = fake_mode.from_tensor(torch.randn(3, 4))
+    parameter = fake_mode.from_tensor(torch.nn.Parameter(torch.randn(3, 4)))
+    assert compat_pre_grad.fake_mode_of(x) is fake_mode
+    assert compat_pre_grad.fake_mode_of(parameter) is fake_mode
+    assert compat_pre_grad.fake_mode_of(torch.randn(3)) is None
+    with compat_pre_grad.replaying(fake_mode):
+        assert not (x + parameter).requires_grad
+    key = compat_pre_grad.storage_key
+    assert key(x) == key(x.view(12)[2:]) != key(parameter)
+
+
+def test_nodes_that_change_how_a_program_runs():
+    def fn(x):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    seen = []
+    torch._dynamo.reset()
+    torch.compile(fn, backend=lambda graph, inputs: seen.append(graph) or graph)(torch.ones(3))
+    targets = [n.target for n in seen[0].graph.nodes]
+    for asks in (
+        compat_pre_grad.sets_gradients,
+        compat_pre_grad.enters_autocast,
+        compat_pre_grad.exits_autocast,
+        compat_pre_grad.is_higher_order,
+    ):
+        assert any(map(asks, targets)), asks.__name__
 
 
 def test_cache_key_hook():

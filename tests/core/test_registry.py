@@ -443,6 +443,22 @@ def ceil_to_cos(graph):
         node.target = aten.cos.default
 
 
+def test_a_pass_in_front_of_autograd_is_differentiated(toy):
+    """What it puts there has the gradient that is traced."""
+
+    def ceil_to_tanh(graph):
+        for node in graph.find_nodes(op="call_function", target=torch.ceil):
+            node.target = torch.tanh
+        graph.owning_module.recompile()
+
+    name = toy(pre_grad=ceil_to_tanh)
+    x = X.clone().requires_grad_()
+    code = compile_for("h200", ceil, x, grad=True)
+    assert "tanh" in code.forward and "tanh" in code.backward + code.forward
+    with inductor_ext.disable(name):
+        assert "tanh" not in compile_for("h200", ceil, x, grad=True).source
+
+
 @pytest.mark.parametrize("stage", ["joint", "post_grad"])
 def test_a_graph_pass_runs_unless_it_is_off(toy, stage):
     name = toy(**{stage: ceil_to_cos})
@@ -452,11 +468,11 @@ def test_a_graph_pass_runs_unless_it_is_off(toy, stage):
 
 
 def test_an_unknown_stage_is_refused(toy):
-    with pytest.raises(ValueError, match=r"expected a stage among .*joint.*, got .pre_grad."):
-        toy(pre_grad=lambda graph: None)
+    with pytest.raises(ValueError, match=r"expected a stage among .*joint.*pre_grad.*, got .late."):
+        toy(late=lambda graph: None)
 
 
-@pytest.mark.parametrize("stage", ["joint", "post_grad"])
+@pytest.mark.parametrize("stage", ["pre_grad", "joint", "post_grad"])
 def test_a_graph_pass_that_raises_is_skipped_and_warns_once(toy, stage):
     def fails(graph):
         raise LookupError("lost")

@@ -1,0 +1,20 @@
+"""Shared: every mHC lowering is on, and a failure inside one is an error."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import inductor_ext
+
+# The benchmarks' forms, and the modules beside this one.
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+
+
+@pytest.fixture(autouse=True)
+def clean_setting():
+    torch.manual_seed(0)
+    names = ("mhc_pre", "mhc_post", "mhc_post_pre")
+    with inductor_ext.config.patch(strict=True), inductor_ext.enable(*names):
+        yield

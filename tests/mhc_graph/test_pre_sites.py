@@ -1,0 +1,142 @@
+"""Which spellings of a pre are recognised, what is read off them, what is left alone and why."""
+
+import pytest
+import torch
+from mhc_programs import edited, judge_all, pre_inputs, with_gradients
+from mhc_variants import ACCEPTED, REFUSED, build, gates_of, loop, rms
+
+from benchmarks import mhc_forms
+from inductor_ext.testing import compile_for
+
+
+def options(program):
+    """(iterations, eps of the norm, of pre, of the Sinkhorn loop, multiplier) of the one site."""
+    (args,) = program.calls("mhc_pre")
+    return args[4:]
+
+
+@pytest.mark.parametrize("form", mhc_forms.PRE)
+@pytest.mark.parametrize("dynamic", [None, {0: {1: None}}], ids=["static", "symbolic"])
+def test_forms(form, dynamic):
+    program = edited(mhc_forms.PRE[form], *pre_inputs(), dynamic=dynamic)
+    assert program.operations == ["mhc_pre"]
+    (decision,) = program.decisions
+    assert decision.fired and decision.chosen == "mhc_pre" and decision.source == "heuristic"
+    assert decision.reason == "20 Sinkhorn iterations, eps 1e-06, 1e-06 and 1e-06"
+    assert options(program) == (20, 1e-6, 1e-6, 1e-6, 2.0)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_spellings_that_mean_the_same(name):
+    fn, args = ACCEPTED[name], pre_inputs()
+    program = edited(fn, *args)
+    assert program.operations == ["mhc_pre"], program.decisions
+    judge_all(with_gradients(program.run(fn), args), fn, args)
+
+
+def test_numbers_are_read_off():
+    assert options(edited(ACCEPTED["other numbers"], *pre_inputs())) == (4, 1e-5, 1e-3, 1e-4, 1.5)
+    assert options(edited(ACCEPTED["one iteration"], *pre_inputs()))[0] == 1
+    plain = options(edited(ACCEPTED["no eps, no multiplier"], *pre_inputs()))
+    assert plain[2] == 0.0 and plain[4] == 1.0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_differs_is_left_alone(name):
+    fn, reason = REFUSED[name]
+    program = edited(fn, *pre_inputs())
+    assert program.operations == []
+    assert program.left == ([] if reason is None else [reason])
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_other_numbers_of_streams(n):
+    fn, args = build(loop(2)), pre_inputs((7,), n, 48)
+    program = edited(fn, *args)
+    assert program.operations == ["mhc_pre"]
+    judge_all(with_gradients(program.run(fn), args), fn, args)
+
+
+def test_three_streams_are_no_site():
+    assert edited(build(loop(2)), *pre_inputs((7,), 3, 48)).decisions == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("form", mhc_forms.PRE)
+def test_dtypes_and_leading_dimensions(form, dtype):
+    fn, args = mhc_forms.PRE[form], pre_inputs((3, 2, 2), 4, 32, dtype)
+    program = edited(fn, *args)
+    assert program.operations == ["mhc_pre"]
+    judge_all(with_gradients(program.run(lambda x, w, scale, base: 0), args), fn, args)
+
+
+def test_16_bit_weights_stay_16_bit():
+    def pre(x, w, scale, base):
+        return build(loop(2))(x, w.float(), scale, base)
+
+    x, w, scale, base = pre_inputs()
+    program = edited(pre, x, w.detach().bfloat16().requires_grad_(), scale, base)
+    (args,) = program.calls("mhc_pre")
+    assert args[1].op == "placeholder"
+
+
+def test_the_weight_of_a_norm_is_multiplied_into_the_projection():
+    def pre(x, w, scale, base, weight):
+        wide = x.flatten(-2).float()
+        mixes = torch.nn.functional.linear(wide * rms(wide) * weight, w)
+        return gates_of(mixes, x, wide, scale, base)[1:]
+
+    args = [*pre_inputs(), torch.rand(256) + 0.5]
+    program = edited(pre, *args)
+    assert program.operations == ["mhc_pre"]
+    assert program.decisions[0].reason.endswith("a weighted norm")
+    judge_all(with_gradients(program.run(pre), args), pre, args)
+
+
+def test_a_projection_in_16_bits_is_left_alone():
+    """Autocast rounds the residual and the weight."""
+
+    def pre(x, w, scale, base):
+        wide = x.flatten(-2)
+        mixes = (wide @ w.to(x.dtype).t()).float()
+        return gates_of(mixes * rms(wide.float()), x, wide.float(), scale, base)[1:]
+
+    program = edited(pre, *pre_inputs())
+    assert program.operations == [] and len(program.left) == 1
+
+
+def test_the_head():
+    x, w, scale, base = (t.detach() for t in pre_inputs())
+    args = [x, w[:4].clone(), scale[:1].clone(), base[:4].clone()]
+    program = edited(mhc_forms.deepseek_head, *args, grad=False)
+    assert program.operations == ["mhc_head"]
+    assert program.decisions[0].reason == "the head of a model, eps 1e-06 and 1e-06"
+    fn = lambda x, w, scale, base: mhc_forms.deepseek_head(x, w, scale, base)  # noqa: E731
+    judge_all(with_gradients(program.run(fn), args), fn, args)
+
+
+def test_a_first_residual_of_equal_streams():
+    def first(h, w, scale, base):
+        return build(loop(2))(mhc_forms.broadcast(h, 4), w, scale, base)
+
+    _, *parameters = pre_inputs()
+    args = [torch.randn(2, 5, 64).bfloat16(), *parameters]
+    program = edited(first, *args)
+    assert program.operations == ["mhc_pre"]
+    judge_all(with_gradients(program.run(first), args), first, args)
+
+
+def test_inference_is_a_site_too():
+    assert edited(build(), *pre_inputs(), grad=False).operations == ["mhc_pre"]
+
+
+def test_a_tensor_on_the_cpu_is_left_alone():
+    assert edited(build(loop(1)), *pre_inputs((3,), 4, 16), card=False).decisions == []
+
+
+@pytest.mark.codegen
+def test_generated_code():
+    code = compile_for("h200", mhc_forms.huggingface_pre, *pre_inputs(), grad=True)
+    assert code.stopped == "" and code.extern_calls == []
+    assert len([k for k in code.kernels if k.source in code.forward]) <= 3
+    assert [d.lowering for d in code.decisions] == ["mhc_pre"]
