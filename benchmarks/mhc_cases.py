@@ -99,21 +99,13 @@ def ordered(
 
 
 def passes(cases: Sequence[Case], columns: Sequence[str]) -> list[tuple[Case, tuple[str, ...]]]:
-    """What is measured together, in order: what needs no long compile comes first, for all cases
-    of a number of tokens; then the compiled programs, then max-autotune and Liger."""
+    """What is measured together, in order: what needs no long compile comes first, for all cases;
+    then the compiled programs, then max-autotune and Liger."""
     groups = [
         tuple(c for c in columns if c in group)
         for group in (("ours", "eager"), ("plugin", "compile"), ("max_autotune",), ("liger",))
     ]
-    sizes = list(dict.fromkeys(c.tokens for c in cases))
-    return [
-        (case, group)
-        for size in sizes
-        for group in groups
-        if group
-        for case in cases
-        if case.tokens == size
-    ]
+    return [(case, group) for group in groups if group for case in cases]
 
 
 # --- inputs ---------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The formulas of mHC once more, inputs of a realistic scale, and how results are judged.
 
-The fixture ``way`` runs a test twice: by torch functions, and by the kernels in
-Triton's interpreter.
+The fixture ``way`` runs a test by torch functions, by the kernels in Triton's interpreter and, with
+``pytest -m gpu``, by the kernels on a card.
 """
 
 import contextlib
@@ -44,10 +44,16 @@ def _seeded():
     torch.manual_seed(0)
 
 
-@pytest.fixture(name="way", params=["composed", "kernels"])
+CARD = pytest.param("card", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(name="way", params=["composed", "kernels", CARD])
 def _way(request):
-    """By torch functions, or by the kernels."""
-    with kernels() if request.param == "kernels" else contextlib.nullcontext():
+    """By torch functions, by the kernels in the interpreter, by the kernels on a card."""
+    contexts = {
+        "composed": contextlib.nullcontext, "kernels": kernels, "card": lambda: torch.device("cuda")
+    }  # fmt: skip
+    with contexts[request.param]():
         yield request.param
 
 
