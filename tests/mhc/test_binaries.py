@@ -1,0 +1,75 @@
+"""Machine code of the mHC kernels for an H200, of the shapes that are measured. No card needed."""
+
+import re
+
+import pytest
+import torch
+from inductor_ext.templates import mhc_post, mhc_post_pre, mhc_pre, mhc_projection
+
+from inductor_ext.testing import launch_binaries
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+V4 = (20, 1e-6, 1e-6, 1e-6, 2.0)
+MODULES = mhc_post, mhc_post_pre, mhc_pre, mhc_projection
+
+
+def meta(*size, dtype=FP32):
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def weights(n, H, w_dtype=FP32):
+    columns = n * (n + 2)
+    return meta(columns, n * H, dtype=w_dtype), meta(3), meta(columns)
+
+
+def binaries(fn):
+    return {b.name: b for b in launch_binaries(fn, *MODULES)}
+
+
+@pytest.mark.parametrize(
+    ("T", "n", "H", "dtype", "w_dtype", "precision"),
+    [(1, 4, 7168, BF16, FP32, "ieee"), (256, 4, 7168, BF16, FP32, "ieee"),
+     (4096, 4, 7168, BF16, FP32, "ieee"), (8192, 4, 4096, BF16, FP32, "tf32"),
+     (4096, 4, 4096, BF16, BF16, "ieee"), (4096, 8, 4096, BF16, FP32, "ieee"),
+     (4096, 2, 4096, BF16, FP32, "ieee"), (4096, 4, 4096, FP32, FP32, "ieee"),
+     (4096, 4, 4096, FP16, FP32, "ieee")],
+)  # fmt: skip
+def test_pre(T, n, H, dtype, w_dtype, precision):
+    x = meta(T, n, H, dtype=dtype)
+    found = binaries(lambda: mhc_pre.pre(x, *weights(n, H, w_dtype), *V4, precision))
+    cut = dtype == BF16 and w_dtype == FP32 and T > 256
+    assert set(found) == {"projection_kernel", "fuse_kernel"} | ({"cut_kernel"} if cut else set())
+    for kernel in found.values():
+        assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
+    projection, fuse = found["projection_kernel"], found["fuse_kernel"]
+    assert projection.uses_tensor_cores and "wgmma" in projection.ptx
+    assert fuse.registers <= 96 and not fuse.uses_tensor_cores
+    for kernel in found.values():
+        assert re.search(r"\b(red|atom)\.", kernel.ptx) is None
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(4, BF16), (2, FP16), (8, BF16), (4, FP32)])
+def test_post(n, dtype):
+    x, y = meta(4096, n, 7168, dtype=dtype), meta(4096, 7168, dtype=dtype)
+    comb = meta(4096, n, n).transpose(-1, -2)
+    (kernel,) = binaries(lambda: mhc_post.post(x, y, meta(4096, n), comb)).values()
+    assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(4, BF16), (2, BF16), (4, FP32)])
+def test_post_pre(n, dtype):
+    T, H = 4096, 4096
+    x, y = meta(T, n, H, dtype=dtype), meta(T, H, dtype=dtype)
+    found = binaries(
+        lambda: mhc_post_pre.post_pre(
+            x, y, meta(T, n), meta(T, n, n), *weights(n, H), *V4, "ieee"
+        )
+    )
+    kernel = found["post_pre_kernel"]
+    assert kernel.spills == 0 and kernel.uses_tensor_cores
+    assert kernel.widest_load == kernel.widest_store == 16
+
+
+def test_sinkhorn_stays_in_registers():
+    (kernel,) = binaries(lambda: mhc_pre.sinkhorn(meta(4096, 4, 4), 20, 1e-6)).values()
+    assert kernel.spills == 0 and kernel.shared_bytes == 0
