@@ -260,7 +260,10 @@ def compile_one(kernel: str, tokens: int, hidden: int, options: tuple[tuple[str,
     """Launch once, for Triton's cache."""
     import torch
 
-    KERNELS[kernel].launch(dict(options), *inputs_of(kernel, tokens, hidden))
+    from inductor_ext.compat_launch import direct_launches
+
+    with direct_launches():
+        KERNELS[kernel].launch(dict(options), *inputs_of(kernel, tokens, hidden))
     torch.cuda.synchronize()
     return label(dict(options))
 
@@ -306,14 +309,28 @@ def errors(got: Sequence[Any], truth: Sequence[Any]) -> tuple[float, float]:
 def measure(
     kernel: str, tokens: int, hidden: int, timer: Any, tried: Sequence[Options] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A CSV row per options of a kernel at a size, the default first."""
+    """A CSV row per options of a kernel at a size, the default first.
+
+    Launched as the operations do in eager, that is dependent on one another where a card can.
+    """
+    from inductor_ext.compat_launch import direct_launches
+
+    with direct_launches():
+        yield from _measure(
+            kernel, tokens, hidden, timer, TRIED[kernel] if tried is None else tried
+        )
+
+
+def _measure(
+    kernel: str, tokens: int, hidden: int, timer: Any, tried: Sequence[Options]
+) -> Iterator[dict[str, Any]]:
     from inductor_ext import measure
 
     inputs = inputs_of(kernel, tokens, hidden)
     truth = truth_of(kernel, inputs, results(kernel, {}, inputs))
     sets = measure.rotate(inputs)
     nbytes = KERNELS[kernel].per_hidden * hidden * tokens
-    for options in [{}, *(TRIED[kernel] if tried is None else tried)]:
+    for options in [{}, *tried]:
         row: dict[str, Any] = {"kernel": kernel, "tokens": tokens, "hidden": hidden}
         row["options"] = label(options)
         try:
