@@ -124,17 +124,17 @@ class Reader:
 # --- moving ---------------------------------------------------------------------------------------
 
 
-def lead_of_view(sizes: list[Any], like: list[Any], tokens: Any, kept: Any) -> int | None:
+def lead_of_view(reader: Reader, sizes: list[Any], like: list[Any], kept: int) -> int | None:
     """How many dimensions of a viewed tensor are tokens, ``kept`` numbers being left behind them;
-    ``like`` are the lead sizes before."""
+    ``like`` are the lead sizes before. Several fit only where there is one token."""
     fits = [
         k
         for k in range(len(sizes) + 1)
-        if product(sizes[:k]) == tokens and product(sizes[k:]) == kept
+        if product(sizes[:k]) == reader.tokens and product(sizes[k:]) == kept
     ]
-    same = len(like)
-    if same in fits and sizes[:same] == like:
-        return same
+    for lead in (reader.lead_sizes, like):
+        if len(lead) in fits and sizes[: len(lead)] == lead:
+            return len(lead)
     return next((k for k in fits if k > 0), None)
 
 
@@ -146,8 +146,7 @@ def _view(reader: Reader, node: Any) -> Entries | None:
     lead = 0
     if entries.lead:
         like = shape_of(source)[: entries.lead]
-        kept = sympy.Integer(math.prod(entries.shape(reader.hidden)))
-        found = lead_of_view(sizes, like, reader.tokens, kept)
+        found = lead_of_view(reader, sizes, like, math.prod(entries.shape(reader.hidden)))
         if found is None:
             return None
         lead = found

@@ -148,7 +148,7 @@ class _Site:
         before = shape_of(source)
         own: int | None = lead
         if node.target in _VIEWS:
-            own = lead_of_view(before, shape_of(node)[:lead], reader.tokens, kept)
+            own = lead_of_view(reader, before, shape_of(node)[:lead], kept)
         elif len(before) < lead or before[:lead] != shape_of(node)[:lead]:
             return None
         if own is None or self._outside(reader, source, own) is None:

@@ -60,11 +60,16 @@ def may_hold_gates(graph: Any) -> bool:
 
 
 def _is_narrow(node: Any) -> bool:
-    """Whether a product has as many columns as a group of gates, or all of them, can have."""
+    """Whether a product has as many columns as a group of gates, or all of them, can have, and
+    more inputs."""
     tensor = shadow.value_of(node)
+    first = shadow.value_of(node.args[0]) if isinstance(node.args[0], torch.fx.Node) else None
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
         return False
-    return isinstance(tensor.shape[-1], int) and tensor.shape[-1] in _WIDTHS
+    columns = tensor.shape[-1]
+    if not isinstance(columns, int) or columns not in _WIDTHS:
+        return False
+    return not isinstance(first, torch.Tensor) or first.shape[-1] > columns
 
 
 def projections(seen: shadow.Shadow) -> dict[Any, tuple[list[Any], int]]:
@@ -152,11 +157,13 @@ class _Site:
     def comb(self) -> tuple[Any, bool, Matrix, int, float] | None:
         """(the node, whether it is [out, in], logits [in, out], iterations, eps)."""
         last: NoSite | None = None
-        best = None
+        best, own = None, set[int]()
         for node, array in self.small(self.n**2):
             kinds = {self.terms[t][0] for t in array.flat}
             if kinds != {"div"} and not (kinds & {"clamp", "exp", "softmax"}):
                 continue
+            if best is not None and set(array.flat) != own:
+                break  # what lies before the last matrix is the loop's own
             square = array.reshape((self.n, self.n)).rows()
             for is_turned in (False, True):
                 try:
@@ -164,8 +171,7 @@ class _Site:
                 except NoSite as reason:
                     last = last or reason
                     continue
-                if best is None or found[1] > best[3] or (found[1] == best[3]):
-                    best = node, is_turned, *found
+                best, own = (node, is_turned, *found), set(array.flat)
             if best is None and last is not None:
                 break
         if best is None and last is not None:

@@ -31,7 +31,7 @@ from .mhc_pre_backward import (
     load_streams,
     load_tile,
     padded,
-    range_of,
+    ranges_of,
     slopes,
     through_weights,
     weights,
@@ -149,7 +149,7 @@ def boundary_kernel(
 def mixed_kernel(MIXED, DPOST, DCOMB, tokens, slabs, N: tl.constexpr, BLOCK: tl.constexpr):
     """dpost and dcomb: the sums of their parts, in the order of the columns."""
     VALUES: tl.constexpr = N * (N + 1)
-    size = tokens.to(tl.int64) * VALUES
+    size = tl.cast(tokens, tl.int64) * VALUES
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for slab in range(0, slabs):
@@ -165,8 +165,8 @@ def mixed_kernel(MIXED, DPOST, DCOMB, tokens, slabs, N: tl.constexpr, BLOCK: tl.
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How ``boundary_kernel`` is cut: ``tokens`` and ``columns`` of a block, ``ranges`` of tokens,
-    ``warps``."""
+    """How ``boundary_kernel`` is cut: ``tokens`` and ``columns`` of a block, ``ranges`` of tokens
+    (a multiple of it for many), ``warps``."""
 
     tokens: int
     columns: int
@@ -177,14 +177,16 @@ class Tile:
 _PROGRAMS = 264
 
 
-def tile(n: int, hidden: Any, itemsize: int) -> Tile | None:
+def tile(n: int, hidden: Any, dtype: torch.dtype, w_dtype: torch.dtype) -> Tile | None:
     """The tile for residuals of n streams of ``hidden`` columns; None: D goes through memory, as
     eight streams' would not stay in registers."""
     if n == 8:
         return None
     columns = 64
     slabs = triton.cdiv(hidden, columns) if isinstance(hidden, int) else 64
-    return Tile(16, columns, max(1, min(16, _PROGRAMS // slabs)), 4)
+    # Four warps, two programs on a multiprocessor, where nothing is spilled.
+    few = dtype.itemsize == 2 and w_dtype == torch.float32 and even(hidden, columns)
+    return Tile(16, columns, max(1, min(16, _PROGRAMS // slabs)), 4 if few else 8)
 
 
 def backward(
@@ -200,7 +202,7 @@ def backward(
     """
     tokens, n, hidden = x.shape
     m = base.shape[0]
-    chosen = chosen or tile(n, hidden, x.element_size())
+    chosen = chosen or tile(n, hidden, x.dtype, w.dtype)
     draw, coefficients, sums = slopes(
         x1, scale, base, mixes, sqrsum, du, dpost1, dcomb1, iters, rms_eps, pre_eps, eps, post_mult
     )
@@ -214,11 +216,11 @@ def backward(
     dpost = torch.empty((tokens, n), dtype=post.dtype, device=x.device)
     dcomb = torch.empty((tokens, n, n), dtype=comb.dtype, device=x.device)
     mixed = torch.empty((slabs, tokens, n * (n + 1)), dtype=torch.float32, device=x.device)
-    parts = torch.empty((chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device)
-    wrap_triton(boundary_kernel)[(slabs, chosen.ranges)](
+    ranges, length = ranges_of(tokens, chosen.ranges, chosen.tokens)
+    parts = torch.empty((ranges, m, n * hidden), dtype=torch.float32, device=x.device)
+    wrap_triton(boundary_kernel)[(slabs, ranges)](
         x, y, post, comb, x1, x1 if dx1 is None else dx1, x1 if du is None else du, w, draw,
-        coefficients, dx, dy, mixed, parts, tokens, hidden,
-        range_of(tokens, chosen.ranges, chosen.tokens), *comb.stride(),
+        coefficients, dx, dy, mixed, parts, tokens, hidden, length, *comb.stride(),
         N=n, M=m, P=padded(m), V=triton.next_power_of_2(n * (n + 1)), BT=chosen.tokens,
         BH=chosen.columns, HAS_DX1=dx1 is not None, HAS_DU=du is not None,
         HIDDEN_OF=divisor(hidden), EVEN=even(hidden, chosen.columns), num_warps=chosen.warps,

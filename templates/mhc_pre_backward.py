@@ -250,8 +250,8 @@ def gradient_kernel(
 
 @triton.jit
 def finish_kernel(
-    PARTS, SUMS, DW, DSCALE, DBASE, size, blocks,
-    N: tl.constexpr, M: tl.constexpr, RANGES: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS, SUMS, DW, DSCALE, DBASE, size, blocks, ranges,
+    N: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """An element of dbase or dscale of each of the first programs, BLOCK of dW of the others."""
     SINGLE: tl.constexpr = M + 1 if M == N else M + 3
@@ -274,8 +274,9 @@ def finish_kernel(
     else:
         i = (program - SINGLE) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(RANGES):
-            total += tl.load(PARTS + part * size + i, mask=i < size, other=0.0)
+        wide_size = tl.cast(size, tl.int64)
+        for part in range(0, ranges):
+            total += tl.load(PARTS + part * wide_size + i, mask=i < size, other=0.0)
         tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < size)
 
 
@@ -286,8 +287,8 @@ def finish_kernel(
 class Tile:
     """How ``gradient_kernel`` is cut.
 
-    ``tokens`` and ``columns`` of a block; ``streams`` of a program; ``ranges`` of tokens, each with
-    its part of dW; ``warps``.
+    ``tokens`` and ``columns`` of a block; ``streams`` of a program; ``ranges`` of tokens (a
+    multiple of it for many), each with its part of dW; ``warps``.
     """
 
     tokens: int
@@ -376,9 +377,14 @@ def slopes(
     return draw, coefficients, sums
 
 
-def range_of(tokens: Any, ranges: int, block: int) -> Any:
-    """Tokens of a range, in whole blocks."""
-    return triton.cdiv(triton.cdiv(tokens, ranges), block) * block
+# The tensor cores cut off what does not fit into a sum: a range's part of dW may not grow longer.
+_LONGEST = 4096
+
+
+def ranges_of(tokens: Any, ranges: int, block: int) -> tuple[Any, Any]:
+    """How many ranges, a multiple of ``ranges``, and tokens of each, in whole blocks."""
+    ranges = triton.cdiv(tokens, ranges * _LONGEST) * ranges
+    return ranges, triton.cdiv(triton.cdiv(tokens, ranges), block) * block
 
 
 def finish(
@@ -392,8 +398,8 @@ def finish(
     block, size = 2048, w.shape[0] * w.shape[1]
     programs = triton.cdiv(size, block) + base.shape[0] + scale.shape[0]
     wrap_triton(finish_kernel)[(programs,)](
-        parts, sums, dw, dscale, dbase, size, sums.shape[2],
-        N=n, M=base.shape[0], RANGES=parts.shape[0], BLOCK=block, num_warps=4,
+        parts, sums, dw, dscale, dbase, size, sums.shape[2], parts.shape[0],
+        N=n, M=base.shape[0], BLOCK=block, num_warps=4,
     )  # fmt: skip
     return dw, dscale, dbase
 
@@ -407,11 +413,12 @@ def gradient(
     m = w.shape[0]
     chosen = chosen or tile(n, hidden, x.element_size())
     dx = torch.empty((tokens, n, hidden), dtype=dtype, device=x.device)
-    parts = torch.empty((chosen.ranges, m, n * hidden), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(hidden, chosen.columns) * (n // chosen.streams), chosen.ranges)
+    ranges, length = ranges_of(tokens, chosen.ranges, chosen.tokens)
+    parts = torch.empty((ranges, m, n * hidden), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(hidden, chosen.columns) * (n // chosen.streams), ranges)
     wrap_triton(gradient_kernel)[grid](
         x, x if du is None else du, w, draw, coefficients, x if added is None else added, dx,
-        parts, tokens, hidden, range_of(tokens, chosen.ranges, chosen.tokens),
+        parts, tokens, hidden, length,
         N=n, M=m, P=padded(m), G=chosen.streams, BT=chosen.tokens, BH=chosen.columns,
         HAS_DU=du is not None, HAS_ADDED=added is not None, HIDDEN_OF=divisor(hidden),
         EVEN=even(hidden, chosen.columns), num_warps=chosen.warps, num_stages=1,

@@ -61,6 +61,7 @@ def named(fn):
     return post_of
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", ACCEPTED)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
 def test_spellings_that_mean_the_same(name, dynamic):

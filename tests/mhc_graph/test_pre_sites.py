@@ -15,6 +15,7 @@ def options(program):
     return args[4:]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("form", mhc_forms.PRE)
 @pytest.mark.parametrize("dynamic", [None, {0: {1: None}}], ids=["static", "symbolic"])
 def test_forms(form, dynamic):
