@@ -19,10 +19,12 @@ from benchmarks import common
 
 DEVICE = "cuda"
 N, LAYERS, RANK = 4, 4, 64
-COLUMNS = ("eager", "compile", "max_autotune", "liger", "ours", "plugin")
+COLUMNS = ("eager", "compile", "max_autotune", "liger", "ours", "plugin", "plugin_fused")
 DEFAULT_COLUMNS = ("ours", "eager", "plugin", "compile")
 STOCK = ("eager", "compile", "max_autotune")
-LOWERINGS = ("mhc_pre", "mhc_post", "mhc_post_pre")
+LOWERINGS = {
+    "plugin": ("mhc_pre", "mhc_post"), "plugin_fused": ("mhc_pre", "mhc_post", "mhc_post_pre")
+}  # fmt: skip
 TOKENS = (4096, 1, 8192, 64, 16384, 8, 1024, 256)  # the most telling first
 HIDDEN = (7168, 4096)
 QUICK_TOKENS, QUICK_HIDDEN = (4096, 1), (7168,)
@@ -103,7 +105,12 @@ def passes(cases: Sequence[Case], columns: Sequence[str]) -> list[tuple[Case, tu
     then the compiled programs, then max-autotune and Liger."""
     groups = [
         tuple(c for c in columns if c in group)
-        for group in (("ours", "eager"), ("plugin", "compile"), ("max_autotune",), ("liger",))
+        for group in (
+            ("ours", "eager"),
+            ("plugin", "compile", "plugin_fused"),
+            ("max_autotune",),
+            ("liger",),
+        )
     ]
     return [(case, group) for group in groups if group for case in cases]
 
@@ -274,7 +281,7 @@ def setting(column: str) -> Iterator[None]:
 
     with (
         inductor_ext.disable(),
-        inductor_ext.enable(*LOWERINGS) if column == "plugin" else contextlib.nullcontext(),
+        inductor_ext.enable(*own) if (own := LOWERINGS.get(column)) else contextlib.nullcontext(),
         torch.autograd.set_multithreading_enabled(False),  # a capture sees one thread
     ):
         yield
