@@ -93,8 +93,8 @@ def post(
     x: torch.Tensor, y: torch.Tensor, gates: torch.Tensor, comb: torch.Tensor,
     chosen: dict[str, Any] | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """X' [T, n, H], in ``out`` if it is given, of x [T, n, H], y [T, H], their last dimensions dense, gates [T, n] and comb
-    [T, n, n] of any strides."""
+    """X' [T, n, H], in ``out`` if it is given, of x [T, n, H], y [T, H], their last dimensions
+    dense, gates [T, n] and comb [T, n, n] of any strides."""
     tokens, n, hidden = x.shape
     if out is None:
         out = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)

@@ -256,15 +256,18 @@ def splits(hidden: Any, x: torch.dtype, log: int) -> int:
 
 
 def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
-    """2^LOG groups per program, LOG up to 3, and whether W is cut into its parts before, once:
-    neither changes a bit.
+    """BM tokens, 64 per four warps, and 2^LOG groups per program, LOG up to 3; AHEAD tiles of X on
+    their way; whether W is cut into its parts BEFORE, once. None of it changes a bit.
 
-    Few tokens: many programs of one group fill the card. Many: few partials.
+    Few tokens: many programs of one group fill the card. Many: few partials, and W, which every
+    tile of tokens reads anew from L2, for twice as many tokens at once.
     """
     most = tokens if isinstance(tokens, int) else 4096
     few = most <= 128
+    rows = 128 if most >= 2048 and n <= 4 and x == torch.bfloat16 else ROWS
     chosen: dict[str, Any] = {"LOG": 0 if few else 1 if most <= 1024 else 2, "BEFORE": most > 256}
-    chosen |= {"AHEAD": min(4 if few else 2, n), "num_warps": 8 if few else 4, "num_stages": 2}
+    chosen |= {"AHEAD": min(4 if few else 2, n), "num_warps": 8 if few or rows == 128 else 4}
+    chosen |= {"BM": rows, "num_stages": 2}
     if x != torch.bfloat16:
         chosen |= {"AHEAD": 2, "num_warps": 4, "num_stages": 1}
     elif n == 8:
@@ -312,9 +315,9 @@ def partials_of(
     s = splits(hidden, x.dtype, chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)
     q = torch.empty((s, tokens), dtype=torch.float32, device=x.device)
-    grid = ((tokens + ROWS - 1) // ROWS, s)
+    grid = ((tokens + chosen["BM"] - 1) // chosen["BM"], s)
     launched(projection_kernel, wrap_triton(projection_kernel), x, grid)(
-        x, w, p, q, tokens, hidden, x.stride(0), x.stride(1), N=n, BM=ROWS, BK=block(x.dtype),
+        x, w, p, q, tokens, hidden, x.stride(0), x.stride(1), N=n, BK=block(x.dtype),
         GROUPS=GROUPS, EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, **how,
         **chosen,
     )  # fmt: skip

@@ -61,9 +61,7 @@ def test_post_pre(n, dtype):
     T, H = 4096, 4096
     x, y = meta(T, n, H, dtype=dtype), meta(T, H, dtype=dtype)
     found = binaries(
-        lambda: mhc_post_pre.post_pre(
-            x, y, meta(T, n), meta(T, n, n), *weights(n, H), *V4, "ieee"
-        )
+        lambda: mhc_post_pre.post_pre(x, y, meta(T, n), meta(T, n, n), *weights(n, H), *V4, "ieee")
     )
     kernel = found["post_pre_kernel"]
     assert kernel.spills == 0 and kernel.uses_tensor_cores

@@ -163,8 +163,10 @@ def test_a_token_has_the_same_bits_among_any_number(on_cpu, monkeypatch):
     post, comb = coefficients(150, 2)
     Y = torch.randn(150, 400).to(BF16)
     tilings = iter(
-        {"LOG": log, "AHEAD": ahead, "BEFORE": before, "num_warps": 4, "num_stages": 1}
-        for log, ahead, before in [(0, 2, False), (2, 1, True), (1, 2, True), (3, 2, False)]
+        {"BM": rows, "LOG": log, "AHEAD": ahead, "BEFORE": before, "num_warps": 4, "num_stages": 1}
+        for rows, log, ahead, before in [
+            (64, 0, 2, False), (128, 2, 1, True), (64, 1, 2, True), (64, 3, 2, False)
+        ]
     )
     monkeypatch.setattr(mhc_projection, "tiling", lambda *_: next(tilings))
     runs = []
