@@ -82,7 +82,8 @@ def joined(arrays: Sequence[Array], axis: int) -> Array:
     def value(i: tuple[int, ...]) -> Any:
         which = next(k for k, end in enumerate(ends) if i[axis] < end)
         begin = ends[which] - arrays[which].shape[axis]
-        return arrays[which][(*i[:axis], i[axis] - begin, *i[axis + 1 :])]
+        index = (*i[:axis], i[axis] - begin, *i[axis + 1 :])
+        return arrays[which][index]
 
     return Array(shape, map(value, indices(shape)))
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -17,7 +17,7 @@ from inductor_ext import compat
 
 aten = torch.ops.aten
 LARGEST = 256  # entries of a tensor without tokens that are told apart
-Found = Entries | tuple[Entries | None, ...] | None
+Found: TypeAlias = Entries | tuple[Entries | None, ...] | None
 
 
 def shape_of(node: Any) -> list[Any]:
@@ -268,8 +268,11 @@ def _select(reader: Reader, node: Any) -> Entries | None:
     return Entries(entries.array.take(axis, index), entries.lead, wide)
 
 
+_WHOLE = [0, None, None, 1]  # dim, start, end, step
+
+
 def _slice(reader: Reader, node: Any) -> Entries | None:
-    source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    source, dim, start, end, step = list(node.args) + _WHOLE[len(node.args) - 1 :]
     entries = reader.of(source)
     if entries is None or step != 1:
         return None

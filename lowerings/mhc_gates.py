@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 from inductor_ext.lowerings.mhc_sites import NoSite
 from inductor_ext.lowerings.mhc_terms import Terms
@@ -21,7 +21,7 @@ class Logit:
     norm_weight: int | None
 
 
-Matrix = list[list[int]]
+Matrix: TypeAlias = list[list[int]]
 
 
 def turned(matrix: Matrix) -> Matrix:
