@@ -38,15 +38,17 @@ def _columns_tile(x: Any, warps: int, elements: int) -> Options:
 
 @contextlib.contextmanager
 def _replaced(module: Any, options: Options, *names: str) -> Iterator[None]:
-    """Functions of a launch module that give constants of ``options`` (which loses them)."""
+    """Constants of a launch module, and functions that give some, out of ``options``, which loses
+    them."""
     before = {name: getattr(module, name) for name in names if name in options}
-    for name in before:
-        setattr(module, name, functools.partial(lambda value, *_: value, options.pop(name)))
+    for name, old in before.items():
+        new = options.pop(name)
+        setattr(module, name, functools.partial(lambda v, *_: v, new) if callable(old) else new)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(module, name, function)
+        for name, old in before.items():
+            setattr(module, name, old)
 
 
 # A kernel: its inputs at a size, its launch, bytes over H of a token, the options to try.
@@ -88,7 +90,7 @@ def _projection(options: Options, x: Any, w: Any, *_: Any) -> Any:
     from inductor_ext.templates import mhc_projection
 
     own = dict(options)
-    with _replaced(mhc_projection, own, "block"):
+    with _replaced(mhc_projection, own, "block", "GROUPS"):
         chosen = mhc_projection.tiling(x.shape[0], x.shape[1], x.dtype) | own
         return mhc_projection.partials(x, w, "ieee", chosen)
 
@@ -110,7 +112,7 @@ def _post_pre(options: Options, x: Any, *rest: Any) -> Any:
     from inductor_ext.templates import mhc_post_pre, mhc_projection
 
     own = dict(options)
-    with _replaced(mhc_projection, own, "block"):
+    with _replaced(mhc_projection, own, "block", "GROUPS"):
         chosen = mhc_post_pre.tiling(x.shape[0], x.shape[1], x.dtype) | own
         return mhc_post_pre.post_pre(x, *rest, *V4, "ieee", chosen)
 
@@ -209,9 +211,12 @@ KERNELS = {
 }
 TRIED = {
     "projection": [
-        *_grid(LOG=(0, 1, 2, 3), AHEAD=(1, 2, 4), num_warps=(4, 8), BEFORE=(True, False)),
-        *_grid(num_stages=(1, 3)),
-        *_grid(block=(128,), LOG=(0, 1, 2), AHEAD=(1, 2), num_warps=(4, 8)),
+        *_grid(BM=(128,), LOG=(0, 1, 2), AHEAD=(1, 2), num_stages=(2, 3), num_warps=(8,)),
+        *_grid(BM=(64,), LOG=(0, 1, 2), AHEAD=(1, 2, 4), num_stages=(2, 3), num_warps=(4,)),
+        *_grid(BM=(256,), LOG=(0, 1), AHEAD=(1, 2), num_warps=(8, 16)),
+        *_grid(BM=(64,), GROUPS=(64, 128), LOG=(0, 1), AHEAD=(1, 2), num_warps=(4,)),
+        *_grid(BM=(64,), LOG=(0, 1), BEFORE=(True, False), num_warps=(4,)),
+        *_grid(block=(128,), LOG=(0, 1), AHEAD=(1, 2)),
     ],
     "fuse": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), num_warps=(4, 8)),
     "post": _grid(BLOCK=(512, 1024, 2048, 4096), num_warps=(4, 8, 16)),
