@@ -9,7 +9,9 @@ has to stay below 1e-5: a tiling that the compiler gets wrong shows there and no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -49,6 +51,16 @@ def _replaced(module: Any, options: Options, *names: str) -> Iterator[None]:
     finally:
         for name, old in before.items():
             setattr(module, name, old)
+
+
+def _tile(module: Any, x: Any, w: Any, options: Options) -> Any:
+    """The default tile of a gradient's module with ``options`` in it."""
+    known = {
+        "tokens": x.shape[0], "n": x.shape[1], "hidden": x.shape[2], "dtype": x.dtype,
+        "itemsize": x.element_size(), "w_dtype": w.dtype,
+    }  # fmt: skip
+    default = module.tile(**{k: known[k] for k in inspect.signature(module.tile).parameters})
+    return dataclasses.replace(default, **options)
 
 
 # A kernel: its inputs at a size, its launch, bytes over H of a token, the options to try.
@@ -149,12 +161,9 @@ def _pre_bwd(
     options: Options, x: Any, w: Any, scale: Any, base: Any, du: Any, dpost: Any, dcomb: Any,
     mixes: Any, sqrsum: Any,
 ) -> Any:  # fmt: skip
-    import dataclasses
-
     from inductor_ext.templates import mhc_pre_backward
 
-    default = mhc_pre_backward.tile(x.shape[1], x.shape[2], x.element_size())
-    chosen = dataclasses.replace(default, **options)
+    chosen = _tile(mhc_pre_backward, x, w, options)
     return mhc_pre_backward.backward(
         x, w, scale, base, mixes, sqrsum, du, dpost, dcomb, *V4, chosen
     )
@@ -187,11 +196,9 @@ def _post_pre_bwd(
     options: Options, x: Any, y: Any, post: Any, comb: Any, w: Any, scale: Any, base: Any,
     dx1: Any, du: Any, dpost1: Any, dcomb1: Any, mixes: Any, sqrsum: Any, x1: Any,
 ) -> Any:  # fmt: skip
-    import dataclasses
-
     from inductor_ext.templates import mhc_post_pre_backward as module
 
-    chosen = dataclasses.replace(module.tile(x.shape[1], x.shape[2], x.element_size()), **options)
+    chosen = _tile(module, x, w, options)
     return module.backward(
         x, y, post, comb, x1, w, scale, base, mixes, sqrsum, dx1, du, dpost1, dcomb1, *V4, chosen
     )
