@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(512)  # partial sums that a program adds at a time
+from .dependent import in_turn
 
 
 @triton.jit
@@ -103,56 +103,35 @@ def sinkhorn_of(logits, iters, eps, N: tl.constexpr):
 
 
 @triton.jit
-def put_sums(P, Q, MIXES, SQRSUM, block, tokens, C: tl.constexpr, S: tl.constexpr,
-             LOG: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """MIXES and SQRSUM of a block of tokens from partials P [S, tokens, C], Q [S, tokens]."""
-    first = block.to(tl.int64) * BT
-    size = tl.cast(tokens, tl.int64) * C
-    for k in range(0, BT * C, CHUNK):
-        i = k + tl.arange(0, CHUNK)
-        here = (i < BT * C) & (first * C + i < size)
-        tl.store(MIXES + first * C + i, summed(P + first * C + i, size, here, S, LOG), mask=here)
-    t = first + tl.arange(0, BT)
-    total = summed(Q + t, tl.cast(tokens, tl.int64), t < tokens, S, LOG)
-    tl.store(SQRSUM + t, total, mask=t < tokens)
-
-
-@triton.jit
-def put_coefficients(
-    MIXES, SQRSUM, SCALE, BASE, POST, COMB, block, tokens, size, iters, rms_eps, sinkhorn_eps,
-    post_mult, N: tl.constexpr, BT: tl.constexpr,
+def put_comb(
+    MIXES, SQRSUM, SCALE, BASE, COMB, first, tokens, size, iters, rms_eps, eps,
+    N: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """POST and COMB of a block of tokens from their sums."""
-    C: tl.constexpr = N * (N + 2)
-    t = block.to(tl.int64) * BT + tl.arange(0, BT)
+    """COMB of BT tokens from their sums."""
+    t = tl.cast(first, tl.int64) + tl.arange(0, BT)
     there = t < tokens
     r = tl.rsqrt(tl.load(SQRSUM + t, mask=there, other=1.0) / size + rms_eps)
-    at = MIXES + t * C
-    s1, s2 = tl.load(SCALE + 1), tl.load(SCALE + 2)
-    for j in tl.static_range(N):
-        z = tl.load(at + N + j, mask=there, other=0.0) * r
-        gate = post_mult * sigmoid(s1 * z + tl.load(BASE + N + j))
-        tl.store(POST + t * N + j, gate, mask=there)
+    at = MIXES + t * (N * (N + 2)) + 2 * N
+    scale = tl.load(SCALE + 2)
     logits = ()
     for k in tl.static_range(N * N):
-        z = tl.load(at + 2 * N + k, mask=there, other=0.0) * r
-        logits = logits + (s2 * z + tl.load(BASE + 2 * N + k),)
-    comb = sinkhorn_of(logits, iters, sinkhorn_eps, N)
+        z = tl.load(at + k, mask=there, other=0.0) * r
+        logits = logits + (scale * z + tl.load(BASE + 2 * N + k),)
+    comb = sinkhorn_of(logits, iters, eps, N)
     for k in tl.static_range(N * N):
         tl.store(COMB + t * (N * N) + k, comb[k], mask=there)
 
 
 @triton.jit
-def gates_of(
-    P, Q, SCALE, BASE, t, tokens, size, rms_eps, pre_eps,
-    N: tl.constexpr, C: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr,
+def comb_kernel(
+    MIXES, SQRSUM, SCALE, BASE, COMB, tokens, size, iters, rms_eps, eps,
+    N: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The N pre gates of one token, each a number."""
-    wide = tl.cast(tokens, tl.int64)
-    r = tl.rsqrt(summed(Q + t, wide, None, S, LOG) / size + rms_eps)
-    s0 = tl.load(SCALE)
-    gates = ()
-    for i in tl.static_range(N):
-        z = summed(P + t * C + i, wide * C, None, S, LOG) * r
-        gates = gates + (sigmoid(s0 * z + tl.load(BASE + i)) + pre_eps,)
-    return gates
+    in_turn(PDL)
+    # Doubles in programs that Inductor writes.
+    rms_eps, eps = tl.cast(rms_eps, tl.float32), tl.cast(eps, tl.float32)
+    first = tl.program_id(0) * BT
+    size = tl.cast(size, tl.float32)
+    put_comb(
+        MIXES, SQRSUM, SCALE, BASE, COMB, first, tokens, size, iters, rms_eps, eps, N, BT
+    )

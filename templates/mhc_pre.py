@@ -2,12 +2,11 @@
 
     U = sum_i pre_i X_i
 
-projection_kernel (mhc_projection)     partial sums of W u and sum(u^2)
-fuse_kernel      the first programs: sums, post and comb of a block of tokens each, Sinkhorn in
-                 registers. The others: a slab of U of one token, with the n pre gates from the
-                 partials; none of them waits for Sinkhorn.
-squares_kernel   sum(u^2) for who brings a projection without it
-sinkhorn_kernel  Sinkhorn alone
+projection_kernel (mhc_projection)     partial sums of W u
+fuse_kernel      a token per program, all of which is in registers: the sum of its squares, its
+                 sums of partials, its gates, then U. Its comb too, where tokens are few.
+comb_kernel      Sinkhorn, a token per thread
+sinkhorn_kernel  Sinkhorn of given logits
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from torch.library import wrap_triton
 
 from . import mhc_projection as projection
 from .dependent import in_turn, launched
-from .mhc_coefficients import gates_of, put_coefficients, put_sums, sinkhorn_of
+from .mhc_coefficients import comb_kernel, put_comb, sigmoid, sinkhorn_of, summed
 
-TOKENS = 32  # whose coefficients one program makes, a thread each
+FEW = 132  # tokens, up to which one launch less is worth a Sinkhorn in all threads
 
 
 @triton.jit
@@ -35,33 +34,28 @@ def load_streams(at, x_stream, h, mask, N: tl.constexpr):
 
 
 @triton.jit
-def apply_slab(
-    X, P, Q, SCALE, BASE, U, t, first, tokens, hidden, x_token, x_stream, rms_eps, pre_eps,
-    N: tl.constexpr, C: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-):  # fmt: skip
-    at = X + t.to(tl.int64) * x_token
-    h = first + tl.arange(0, BLOCK)
-    held = ()
-    for k in tl.static_range(HELD):  # on their way before the gates are
-        held = held + (load_streams(at, x_stream, h + k * BLOCK, h + k * BLOCK < hidden, N),)
-    size = tl.cast(hidden * N, tl.float32)
-    gates = gates_of(P, Q, SCALE, BASE, t, tokens, size, rms_eps, pre_eps, N, C, S, LOG)
-    for k in tl.static_range(HELD):
-        u = gates[0] * held[k][0].to(tl.float32)
-        for i in tl.static_range(1, N):
-            u += gates[i] * held[k][i].to(tl.float32)
-        out = U + t.to(tl.int64) * hidden + h + k * BLOCK
-        tl.store(out, u.to(U.dtype.element_ty), mask=h + k * BLOCK < hidden)
+def squares(x, total, N: tl.constexpr):
+    for i in tl.static_range(N):
+        wide = x[i].to(tl.float32)
+        total += wide * wide
+    return total
+
+
+@triton.jit
+def put_input(U, h, x, gates, mask, N: tl.constexpr):
+    u = gates[0] * x[0].to(tl.float32)
+    for i in tl.static_range(1, N):
+        u += gates[i] * x[i].to(tl.float32)
+    tl.store(U + h, u.to(U.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def fuse_kernel(
     X, P, Q, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
-    tokens, hidden, x_token, x_stream, blocks, slabs, iters, rms_eps, pre_eps, sinkhorn_eps,
-    post_mult, N: tl.constexpr, HEAD: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr,
-    H_OF: tl.constexpr, STRIDE_OF: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
+    tokens, hidden, x_token, x_stream, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
+    N: tl.constexpr, HEAD: tl.constexpr, GIVEN: tl.constexpr, INSIDE: tl.constexpr,
+    CP: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr, H_OF: tl.constexpr,
+    STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
@@ -71,40 +65,51 @@ def fuse_kernel(
     # Doubles in programs that Inductor writes.
     rms_eps, pre_eps = tl.cast(rms_eps, tl.float32), tl.cast(pre_eps, tl.float32)
     sinkhorn_eps, post_mult = tl.cast(sinkhorn_eps, tl.float32), tl.cast(post_mult, tl.float32)
-    pid = tl.program_id(0)
-    if pid < blocks:
-        put_sums(P, Q, MIXES, SQRSUM, pid, tokens, C, S, LOG, BT)
-        if not HEAD:
-            tl.debug_barrier()  # other threads stored what a thread reads now
-            put_coefficients(
-                MIXES, SQRSUM, SCALE, BASE, POST, COMB, pid, tokens,
-                tl.cast(hidden * N, tl.float32), iters, rms_eps, sinkhorn_eps, post_mult, N, BT,
-            )  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    at, h = X + t * x_token, tl.arange(0, BLOCK)
+    held = ()
+    for k in tl.static_range(HELD):
+        here = h + k * BLOCK < hidden
+        held = held + (load_streams(at, x_stream, h + k * BLOCK, here, N),)
+    column = tl.arange(0, CP)
+    used = column < C
+    wide = tl.cast(tokens, tl.int64)
+    mixes = summed(P + t * C + column, wide * C, used, S, LOG)
+    base = tl.load(BASE + column, mask=used, other=0.0)
+    if GIVEN:
+        square = summed(Q + t, wide, None, S, LOG)
     else:
-        slab = pid - blocks
-        apply_slab(
-            X, P, Q, SCALE, BASE, U, slab // slabs, slab % slabs * (HELD * BLOCK), tokens, hidden,
-            x_token, x_stream, rms_eps, pre_eps, N, C, S, LOG, BLOCK, HELD,
-        )  # fmt: skip
-
-
-@triton.jit
-def squares_kernel(
-    X, Q, hidden, x_token, x_stream, N: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0)
-    hidden = hidden // H_OF * H_OF
-    x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
-    at = X + t.to(tl.int64) * x_token
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, hidden, BLOCK):
-        h = first + tl.arange(0, BLOCK)
-        x = load_streams(at, x_stream, h, h < hidden, N)
-        for i in tl.static_range(N):
-            wide = x[i].to(tl.float32)
-            total += wide * wide
-    tl.store(Q + t, tl.sum(total, 0))
+        total = tl.zeros([BLOCK], tl.float32)
+        for k in tl.static_range(HELD):
+            total = squares(held[k], total, N)
+        if STREAM:
+            for first in range(HELD * BLOCK, hidden, BLOCK):
+                x = load_streams(at, x_stream, h + first, h + first < hidden, N)
+                total = squares(x, total, N)
+        square = tl.sum(total, 0)
+    tl.store(MIXES + t * C + column, mixes, mask=used)
+    tl.store(SQRSUM + t, square)
+    size = tl.cast(hidden * N, tl.float32)
+    z = mixes * tl.rsqrt(square / size + rms_eps)
+    gate = sigmoid(tl.load(SCALE) * z + base) + pre_eps
+    gates = ()
+    for i in tl.static_range(N):
+        gates = gates + (tl.sum(tl.where(column == i, gate, 0.0), 0),)
+    if not HEAD:
+        post = post_mult * sigmoid(tl.load(SCALE + 1) * z + base)
+        tl.store(POST + t * N + (column - N), post, mask=(column >= N) & (column < 2 * N))
+    row = U + t * hidden
+    for k in tl.static_range(HELD):
+        put_input(row, h + k * BLOCK, held[k], gates, h + k * BLOCK < hidden, N)
+    if STREAM:
+        for first in range(HELD * BLOCK, hidden, BLOCK):
+            x = load_streams(at, x_stream, h + first, h + first < hidden, N)
+            put_input(row, h + first, x, gates, h + first < hidden, N)
+    if INSIDE:
+        tl.debug_barrier()  # other threads stored what a thread reads now
+        put_comb(
+            MIXES, SQRSUM, SCALE, BASE, COMB, t, tokens, size, iters, rms_eps, sinkhorn_eps, N, 1
+        )
 
 
 @triton.jit
@@ -136,11 +141,16 @@ def stride_divisor(x: torch.Tensor) -> int:
     return min(divisor(x.stride(d), x.element_size()) for d in (0, 1))
 
 
-def apply_tile(tokens: Any, n: int, itemsize: int) -> dict[str, Any]:
-    """HELD blocks of a slab, 16 bytes per thread, stream and block."""
-    few = isinstance(tokens, int) and tokens <= 64
-    held = 1 if few else max(1, 16 // n)
-    return {"BLOCK": 128 * (16 // itemsize), "HELD": held, "num_warps": 4}
+def row_tile(n: int, hidden: Any, itemsize: int) -> dict[str, Any]:
+    """HELD blocks of each stream are in registers, 16 bytes of a thread in each: 64 registers at
+    most. T is no matter: it would change the bits of the sum of squares."""
+    most = 16 // n
+    for warps in (4, 8, 16):
+        block = 32 * warps * (16 // itemsize)
+        if isinstance(hidden, int) and hidden <= most * block:
+            held = triton.cdiv(hidden, block)
+            return {"BLOCK": block, "HELD": held, "STREAM": False, "num_warps": warps}
+    return {"BLOCK": block, "HELD": most, "STREAM": True, "num_warps": warps}
 
 
 def results(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
@@ -156,27 +166,33 @@ def results(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
 
 
 def fuse(
-    x: torch.Tensor, p: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
-    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-    chosen: dict[str, Any] | None = None, out: tuple[torch.Tensor, ...] | None = None,
+    x: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None, scale: torch.Tensor,
+    base: torch.Tensor, iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float,
+    post_mult: float, chosen: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(U, post, comb, mixes, sqrsum) from partials; (U, mixes, sqrsum) for a head's n columns."""
+    """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns] and q [S, T], None where the
+    squares are summed here; (U, mixes, sqrsum) for a head's n columns."""
     tokens, n, hidden = x.shape
-    head = p.shape[2] == n
-    chosen = chosen or apply_tile(tokens, n, x.element_size())
-    out = results(x, p.shape[2]) if out is None else out
+    s, columns = p.shape[0], p.shape[2]
+    head = columns == n
+    chosen = chosen or row_tile(n, hidden, x.element_size())
+    out = results(x, columns)
     u, *coefficients, mixes, sqrsum = out
     post, comb = (mixes, mixes) if head else coefficients
-    s = p.shape[0]
-    blocks = (tokens + TOKENS - 1) // TOKENS
-    slab = chosen["BLOCK"] * chosen["HELD"]
-    slabs = (hidden + slab - 1) // slab
-    if not isinstance(tokens, int) or tokens:
-        launched(fuse_kernel, wrap_triton(fuse_kernel), x, (blocks + tokens * slabs,))(
-            x, p, q, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden, x.stride(0),
-            x.stride(1), blocks, slabs, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-            N=n, HEAD=head, S=s, LOG=(s - 1).bit_length(), H_OF=divisor(hidden, x.element_size()),
-            STRIDE_OF=stride_divisor(x), BT=TOKENS, **chosen,
+    few = isinstance(tokens, int) and tokens <= FEW
+    if isinstance(tokens, int) and tokens == 0:
+        return out
+    launched(fuse_kernel, wrap_triton(fuse_kernel), x, (tokens,))(
+        x, p, p if q is None else q, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden,
+        x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
+        N=n, HEAD=head, GIVEN=q is not None, INSIDE=few and not head,
+        CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
+        H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
+    )  # fmt: skip
+    if not few and not head:
+        launched(comb_kernel, wrap_triton(comb_kernel), x, ((tokens + 31) // 32,))(
+            mixes, sqrsum, scale, base, comb, tokens, n * hidden, iters, rms_eps, sinkhorn_eps,
+            N=n, BT=32, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -186,9 +202,9 @@ def pre(
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, precision: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) of x [T, n, H], last dimension dense."""
-    p, q = projection.partials(x, dense(w), precision)
+    p = projection.partials(x, dense(w), precision)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    return fuse(x, p, q, dense(scale), dense(base), *options)
+    return fuse(x, p, None, dense(scale), dense(base), *options)
 
 
 def head(
@@ -196,28 +212,8 @@ def head(
     pre_eps: float, precision: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, mixes, sqrsum)."""
-    p, q = projection.partials(x, dense(w), precision)
-    return fuse(x, p, q, dense(scale), dense(base), 1, rms_eps, pre_eps, 0.0, 1.0)
-
-
-def from_mixes(
-    mixes: torch.Tensor, sqrsum: torch.Tensor | None, x: torch.Tensor, scale: torch.Tensor,
-    base: torch.Tensor, iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float,
-    post_mult: float,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """As ``pre`` from mixes [S, T, n (n + 2)] and sqrsum [S, T]."""
-    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    if sqrsum is None:
-        tokens, n, hidden = x.shape
-        # As many partials as mixes has, all but the first of them zero.
-        sqrsum = torch.zeros(mixes.shape[:2], dtype=torch.float32, device=x.device)
-        if not isinstance(tokens, int) or tokens:
-            wrap_triton(squares_kernel)[(tokens,)](
-                x, sqrsum, hidden, x.stride(0), x.stride(1), N=n,
-                H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x),
-                BLOCK=256 * (16 // x.element_size()), num_warps=8,
-            )  # fmt: skip
-    return fuse(x, mixes, sqrsum, dense(scale), dense(base), *options)
+    p = projection.partials(x, dense(w), precision)
+    return fuse(x, p, None, dense(scale), dense(base), 1, rms_eps, pre_eps, 0.0, 1.0)
 
 
 def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:

@@ -1,17 +1,17 @@
-"""The projection of mHC: ``W u`` and ``sum(u^2)`` of u = vec(X), X [T, n, H], in one read of X.
+"""The projection of mHC: ``W u`` of u = vec(X), X [T, n, H], in one read of X.
 
-H is cut into GROUPS runs of whole blocks, whatever T is. A group is summed from zero, over its
-blocks and in each over the streams; groups are added in a binary tree. A program takes 2^LOG
-neighbouring groups of a tile of tokens and adds them up, whoever reads the partials goes on in the
-same tree: the bits of a token depend neither on T nor on how the work was cut.
+H is cut into GROUPS runs of whole blocks. A group is summed from zero, over its blocks and in each
+over the streams; groups are added in a binary tree. A program takes 2^LOG neighbouring groups of a
+tile of tokens and adds them up, whoever reads the partials goes on in the same tree: with equal
+GROUPS the bits of a token depend neither on T nor on how the work was cut.
 
 bf16 meets W in bf16: W is the sum of 3 such parts to the last bit of fp32, of 2 to more than tf32
 has. They stand side by side in one product, so that it reads X from shared memory once. fp16 and
 fp32 meet it in tf32, each operand cut into 2 parts for full precision.
 
-X comes through registers, where it is squared, two blocks ahead. Left to the compiler's pipeline it
-would go to shared memory at once, and there triton 3.6 overwrites a product's operand too early if
-anything else in the loop reads it (relative errors up to 3e-3, at full occupancy only).
+The loads of X are pipelined, so nothing but the product may read it: triton 3.6 overwrites an
+operand that is also computed with too early (relative errors up to 3e-3, at full occupancy only).
+The sum of squares is left to who reads X next.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch.library import wrap_triton
 
 from .dependent import in_turn, launched
 
-GROUPS = 32  # a power of two
-ROWS = 64  # tokens of a tile: what one matrix instruction takes
+FEW = 1024  # tokens
 
 
 @triton.jit
@@ -106,13 +105,6 @@ def joined(acc, SLOTS: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def squares(x, acc, BM: tl.constexpr, BK: tl.constexpr):
-    """``acc`` [rows, BK / 8] plus the squares of x [rows, BK]."""
-    wide = x.to(tl.float32)
-    return acc + tl.sum(tl.reshape(wide * wide, (BM, BK // 8, 8)), 2)
-
-
-@triton.jit
 def group_range(group, hidden, BK: tl.constexpr, GROUPS: tl.constexpr):
     """(first block, number of blocks) of a group."""
     blocks = tl.cdiv(hidden, BK)
@@ -122,81 +114,47 @@ def group_range(group, hidden, BK: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(X, step, first, steps, x_at, x_stream, there, k, hidden, N: tl.constexpr,
-              BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    h = (first + step // N) * BK
-    mask = there & (step < steps)
-    if not EVEN:
-        mask = mask & (h + k[None, :] < hidden)
-    return tl.load(X + (step % N * x_stream + h) + x_at, mask=mask, other=0.0)
-
-
-@triton.jit
 def group_sums(
     X, W, local, rows, hidden, group, x_token, x_stream,
-    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr, PARTS: tl.constexpr,
-    CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
+    PARTS: tl.constexpr, CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """(W u, sum(u^2)) over one group; X begins at the first of the ``local`` tokens, of which there
-    are ``rows``."""
+    """W u over one group; X begins at the first of the ``local`` tokens, of which there are
+    ``rows``."""
     first, blocks = group_range(group, hidden, BK, GROUPS)
-    steps = blocks * N
     acc = tl.zeros((BM, SLOTS * CP), tl.float32)
-    square = tl.zeros((BM, BK // 8), tl.float32)
     k = tl.arange(0, BK)
-    there = local[:, None] < rows
     # Within a tile 32 bits suffice, of which the registers are fewer.
     x_at = local[:, None] * x_token + k[None, :]
     slot = tl.arange(0, CP if CUT else SLOTS * CP)
     part, column = slot // CP, slot % CP
     w_at = (part * C + column)[:, None] * (N * hidden) + k[None, :]
-    used = ((part < PARTS) & (column < C))[:, None]
-    # The next AHEAD tiles of X are on their way in registers, where they are squared.
-    x = ()
-    for i in tl.static_range(AHEAD):
-        x = x + (load_tile(X, i, first, steps, x_at, x_stream, there, k, hidden, N, BK, EVEN),)
-    for step in range(0, steps, AHEAD):
-        following = ()
-        for i in tl.static_range(AHEAD):
-            tile = load_tile(
-                X, step + (AHEAD + i), first, steps, x_at, x_stream, there, k, hidden, N, BK, EVEN
-            )
-            following = following + (tile,)
-        for i in tl.static_range(AHEAD):
-            stream = (step + i) % N
-            h = (first + (step + i) // N) * BK
-            w_mask = used
-            if not EVEN:
-                w_mask = w_mask & (h + k[None, :] < hidden)
-            square = squares(x[i], square, BM, BK)
-            for turn in tl.static_range(TURNS):
-                at = (stream * hidden + h) + w_at
-                if not CUT:
-                    at += turn * C * N * hidden
-                w = load_weights(W, at, w_mask, turn, CP, BK, SLOTS, TURNS, CUT)
-                acc = project(x[i], w, acc, PARTS)
-        x = following
-    return joined(acc, SLOTS, CP, BM), tl.sum(square, 1)
-
-
-@triton.jit
-def put_partials(P, Q, part, row, column, tokens, mixes, square, C: tl.constexpr):
-    at = tl.cast(tokens, tl.int64) * part + row
-    here = (row[:, None] < tokens) & (column[None, :] < C)
-    tl.store(P + at[:, None] * C + column[None, :], mixes, mask=here)
-    tl.store(Q + at, square, mask=row < tokens)
+    x_mask, w_mask = local[:, None] < rows, ((part < PARTS) & (column < C))[:, None]
+    for step in range(0, blocks * N):
+        stream, h = step % N, (first + step // N) * BK
+        x_here, w_here = x_mask, w_mask
+        if not EVEN:
+            x_here = x_here & (h + k[None, :] < hidden)
+            w_here = w_here & (h + k[None, :] < hidden)
+        x = tl.load(X + (stream * x_stream + h) + x_at, mask=x_here, other=0.0)
+        for turn in tl.static_range(TURNS):
+            at = (stream * hidden + h) + w_at
+            if not CUT:
+                at += turn * C * N * hidden
+            w = load_weights(W, at, w_here, turn, CP, BK, SLOTS, TURNS, CUT)
+            acc = project(x, w, acc, PARTS)
+    return joined(acc, SLOTS, CP, BM)
 
 
 @triton.jit
 def projection_kernel(
-    X, W, P, Q, tokens, hidden, x_token, x_stream,
-    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr, PARTS: tl.constexpr,
-    CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr, AHEAD: tl.constexpr, LOG: tl.constexpr,
-    PDL: tl.constexpr,
+    X, W, P, tokens, hidden, x_token, x_stream,
+    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
+    PARTS: tl.constexpr, CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr, LOG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """P [S, tokens, C] and Q, as much without C: sums of 2^LOG groups each."""
+    """P [S, tokens, C]: sums of 2^LOG groups each."""
     in_turn(PDL)
     start = tl.program_id(0) * BM
     local = tl.arange(0, BM)
@@ -204,21 +162,22 @@ def projection_kernel(
     group = part << LOG
     X += start.to(tl.int64) * x_token
     # The tree as loops: each level adds the two of the level below, from zero. 0 + x is x.
-    c, c_square = tl.zeros((BM, CP), tl.float32), tl.zeros((BM,), tl.float32)
+    total = tl.zeros((BM, CP), tl.float32)
     for _ in range(2 if LOG > 2 else 1):
-        b, b_square = tl.zeros((BM, CP), tl.float32), tl.zeros((BM,), tl.float32)
+        fours = tl.zeros((BM, CP), tl.float32)
         for _ in range(2 if LOG > 1 else 1):
-            a, a_square = tl.zeros((BM, CP), tl.float32), tl.zeros((BM,), tl.float32)
+            twos = tl.zeros((BM, CP), tl.float32)
             for _ in range(2 if LOG > 0 else 1):
-                mixes, square = group_sums(
+                twos += group_sums(
                     X, W, local, tokens - start, hidden, group, x_token, x_stream,
-                    N, C, CP, SLOTS, TURNS, PARTS, CUT, BM, BK, EVEN, GROUPS, AHEAD,
+                    N, C, CP, SLOTS, TURNS, PARTS, CUT, BM, BK, EVEN, GROUPS,
                 )  # fmt: skip
-                a, a_square = a + mixes, a_square + square
                 group += 1
-            b, b_square = b + a, b_square + a_square
-        c, c_square = c + b, c_square + b_square
-    put_partials(P, Q, part, start + local, tl.arange(0, CP), tokens, c, c_square, C)
+            fours += twos
+        total += fours
+    column, row = tl.arange(0, CP), start + local
+    at = P + (tl.cast(tokens, tl.int64) * part + row)[:, None] * C + column[None, :]
+    tl.store(at, total, mask=(row[:, None] < tokens) & (column[None, :] < C))
 
 
 @triton.jit
@@ -247,31 +206,32 @@ def block(x: torch.dtype) -> int:
     return 64 if x == torch.bfloat16 else 32
 
 
-def splits(hidden: Any, x: torch.dtype, log: int) -> int:
+def splits(hidden: Any, x: torch.dtype, groups: int, log: int) -> int:
     """The number of partials of 2^log groups each; groups beyond H are left out at the end."""
     if not isinstance(hidden, int):
-        return GROUPS >> log
+        return groups >> log
     blocks = triton.cdiv(max(hidden, 1), block(x))
-    return triton.cdiv(triton.cdiv(blocks, triton.cdiv(blocks, GROUPS)), 1 << log)
+    return triton.cdiv(triton.cdiv(blocks, triton.cdiv(blocks, groups)), 1 << log)
 
 
 def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
-    """BM tokens, 64 per four warps, and 2^LOG groups per program, LOG up to 3; AHEAD tiles of X on
-    their way; whether W is cut into its parts BEFORE, once. None of it changes a bit.
+    """BM tokens, 64 per four warps, and 2^LOG of GROUPS groups per program, LOG up to 3; whether
+    W is cut into its parts BEFORE, once. Only GROUPS changes bits.
 
-    Few tokens: many programs of one group fill the card. Many: few partials, and W, which every
-    tile of tokens reads anew from L2, for twice as many tokens at once.
+    Up to FEW tokens many short groups let as many programs work; beyond them a group is long, as
+    the pipeline of loads starts anew with each.
     """
-    most = tokens if isinstance(tokens, int) else 4096
-    few = most <= 128
-    rows = 128 if most >= 2048 and n <= 4 and x == torch.bfloat16 else ROWS
-    chosen: dict[str, Any] = {"LOG": 0 if few else 1 if most <= 1024 else 2, "BEFORE": most > 256}
-    chosen |= {"AHEAD": min(4 if few else 2, n), "num_warps": 8 if few or rows == 128 else 4}
-    chosen |= {"BM": rows, "num_stages": 2}
+    most = tokens if isinstance(tokens, int) else FEW + 1
+    if most <= FEW:
+        log = 0 if most <= 64 else 1 if most <= 128 else 2 if most <= 512 else 3
+        chosen = {"GROUPS": 128, "LOG": log, "BM": 64, "num_warps": 4, "num_stages": 4}
+    else:
+        chosen = {"GROUPS": 8, "LOG": 0, "BM": 128, "num_warps": 8, "num_stages": 3}
+    chosen["BEFORE"] = most > 256
     if x != torch.bfloat16:
-        chosen |= {"AHEAD": 2, "num_warps": 4, "num_stages": 1}
+        chosen |= {"BM": 64, "num_warps": 4, "num_stages": 1}  # its operands are computed with
     elif n == 8:
-        chosen |= {"AHEAD": 1, "num_warps": 8}
+        chosen |= {"BM": 64, "num_warps": 4, "num_stages": 2}
     return chosen
 
 
@@ -300,25 +260,16 @@ def weights(
 
 def partials(
     x: torch.Tensor, w: torch.Tensor, precision: str, chosen: dict[str, Any] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(P [S, T, columns], Q [S, T]) in fp32 of x [T, n, H], last dimension dense, and w."""
-    chosen = dict(chosen or tiling(x.shape[0], x.shape[1], x.dtype))
-    w, how = weights(x.dtype, w, precision, chosen.pop("BEFORE"))
-    return partials_of(x, w, how, chosen)
-
-
-def partials_of(
-    x: torch.Tensor, w: torch.Tensor, how: dict[str, Any], chosen: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``partials``, w and ``how`` from ``weights``."""
+) -> torch.Tensor:
+    """P [S, T, columns] in fp32 of x [T, n, H], last dimension dense, and w."""
     tokens, n, hidden = x.shape
-    s = splits(hidden, x.dtype, chosen["LOG"])
+    chosen = dict(chosen or tiling(tokens, n, x.dtype))
+    w, how = weights(x.dtype, w, precision, chosen.pop("BEFORE"))
+    s = splits(hidden, x.dtype, chosen["GROUPS"], chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)
-    q = torch.empty((s, tokens), dtype=torch.float32, device=x.device)
     grid = ((tokens + chosen["BM"] - 1) // chosen["BM"], s)
     launched(projection_kernel, wrap_triton(projection_kernel), x, grid)(
-        x, w, p, q, tokens, hidden, x.stride(0), x.stride(1), N=n, BK=block(x.dtype),
-        GROUPS=GROUPS, EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, **how,
-        **chosen,
+        x, w, p, tokens, hidden, x.stride(0), x.stride(1), N=n, BK=block(x.dtype),
+        EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, **how, **chosen,
     )  # fmt: skip
-    return p, q
+    return p

@@ -67,7 +67,8 @@ def _from_mixes(
         return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
     sums = mixes.contiguous(), None if sqrsum is None else sqrsum.contiguous()
     with _launching(X):
-        U, post, comb, _, _ = pre_kernels.from_mixes(*sums, _tokens(X, 2), scale, base, *options)
+        given = _tokens(X, 2), *sums, scale.contiguous(), base.contiguous()
+        U, post, comb, _, _ = pre_kernels.fuse(*given, *options)
     return _leading(X.shape[:-2], (U, post, comb))
 
 
