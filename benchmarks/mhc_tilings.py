@@ -98,20 +98,29 @@ class Kernel:
         return (*inputs, *given)
 
 
-def _projection(options: Options, x: Any, w: Any, *_: Any) -> Any:
+@contextlib.contextmanager
+def _projection_by(options: Options, x: Any) -> Iterator[None]:
     from inductor_ext.templates import mhc_projection
 
     own = dict(options)
-    with _replaced(mhc_projection, own, "block", "GROUPS"):
-        chosen = mhc_projection.tiling(x.shape[0], x.shape[1], x.dtype) | own
-        return mhc_projection.partials(x, w, "ieee", chosen)
+    with _replaced(mhc_projection, own, "block"):
+        own = {"tiling": mhc_projection.tiling(x.shape[0], x.shape[1], x.dtype) | own}
+        with _replaced(mhc_projection, own, "tiling"):
+            yield
 
 
-def _fuse(options: Options, x: Any, w: Any, scale: Any, base: Any, p: Any, q: Any) -> Any:
+def _projection(options: Options, x: Any, w: Any, *_: Any) -> Any:
+    from inductor_ext.templates import mhc_projection
+
+    with _projection_by(options, x):
+        return mhc_projection.partials(x, w, "ieee")
+
+
+def _fuse(options: Options, x: Any, w: Any, scale: Any, base: Any, p: Any) -> Any:
     from inductor_ext.templates import mhc_pre
 
-    chosen = mhc_pre.apply_tile(x.shape[0], x.shape[1], x.element_size()) | options
-    return mhc_pre.fuse(x, p, q, scale, base, *V4, chosen)
+    chosen = mhc_pre.row_tile(x.shape[1], x.shape[2], x.element_size()) | options
+    return mhc_pre.fuse(x, p, None, scale, base, *V4, chosen)
 
 
 def _post(options: Options, x: Any, y: Any, post: Any, comb: Any) -> Any:
@@ -120,41 +129,20 @@ def _post(options: Options, x: Any, y: Any, post: Any, comb: Any) -> Any:
     return mhc_post.post(x, y, post, comb, mhc_post.tile(x.shape[1], x.element_size()) | options)
 
 
-def _post_pre(options: Options, x: Any, *rest: Any) -> Any:
-    from inductor_ext.templates import mhc_post_pre, mhc_projection
+def _pre(options: Options, x: Any, *site: Any) -> Any:
+    """Whole; options are the projection's."""
+    from inductor_ext.templates import mhc_pre
 
-    own = dict(options)
-    with _replaced(mhc_projection, own, "block", "GROUPS"):
-        chosen = mhc_post_pre.tiling(x.shape[0], x.shape[1], x.dtype) | own
-        return mhc_post_pre.post_pre(x, *rest, *V4, "ieee", chosen)
-
-
-def _pre_chunked(options: Options, x: Any, *site: Any) -> Any:
-    """``chunk`` tokens at a time, 0 for all at once; other options are the projection's."""
-    from inductor_ext.templates import mhc_chunks, mhc_pre
-
-    if options.get("chunk") == 0:
+    with _projection_by(options, x):
         return mhc_pre.pre(x, *site, *V4, "ieee")
-    return mhc_chunks.pre(x, *site, *V4, "ieee", **_chunks(options, x))
 
 
-def _post_pre_chunked(options: Options, x: Any, *rest: Any) -> Any:
-    """``chunk`` tokens at a time; 0 for post, then pre."""
-    from inductor_ext.templates import mhc_chunks, mhc_post, mhc_pre
+def _post_pre(options: Options, x: Any, *rest: Any) -> Any:
+    """Whole; options are the projection's."""
+    from inductor_ext.templates import mhc_post_pre
 
-    if options.get("chunk") == 0:
-        x1 = mhc_post.post(x, *rest[:3])
-        return x1, *mhc_pre.pre(x1, *rest[3:], *V4, "ieee")
-    return mhc_chunks.post_pre(x, *rest, *V4, "ieee", **_chunks(options, x))
-
-
-def _chunks(options: Options, x: Any) -> Options:
-    from inductor_ext.templates import mhc_chunks, mhc_projection
-
-    own = dict(options)
-    chunk = own.pop("chunk", mhc_chunks.chunk_of(x))
-    default = mhc_projection.tiling(chunk, x.shape[1], x.dtype) | {"BEFORE": True}
-    return {"chunk": chunk, "tile": default | own}
+    with _projection_by(options, x):
+        return mhc_post_pre.post_pre(x, *rest, *V4, "ieee")
 
 
 def _pre_bwd(
@@ -207,10 +195,9 @@ def _post_pre_bwd(
 KERNELS = {
     "projection": Kernel("pre", 8, _projection),
     "fuse": Kernel("pre", 10, _fuse),
+    "pre": Kernel("pre", 18, _pre),
     "post": Kernel("post", 18, _post),
     "post_pre": Kernel("post_pre", 28, _post_pre),
-    "pre_chunked": Kernel("pre", 18, _pre_chunked),
-    "post_pre_chunked": Kernel("post_pre", 28, _post_pre_chunked),
     "slopes": Kernel("pre_bwd", 10, _slopes),
     "pre_bwd": Kernel("pre_bwd", 28, _pre_bwd),
     "post_bwd": Kernel("post_bwd", 28, _post_bwd),
@@ -218,27 +205,17 @@ KERNELS = {
 }
 TRIED = {
     "projection": [
-        *_grid(BM=(128,), LOG=(0, 1, 2), AHEAD=(1, 2), num_stages=(2, 3), num_warps=(8,)),
-        *_grid(BM=(64,), LOG=(0, 1, 2), AHEAD=(1, 2, 4), num_stages=(2, 3), num_warps=(4,)),
-        *_grid(BM=(256,), LOG=(0, 1), AHEAD=(1, 2), num_warps=(8, 16)),
-        *_grid(BM=(64,), GROUPS=(64, 128), LOG=(0, 1), AHEAD=(1, 2), num_warps=(4,)),
-        *_grid(BM=(64,), LOG=(0, 1), BEFORE=(True, False), num_warps=(4,)),
-        *_grid(block=(128,), LOG=(0, 1), AHEAD=(1, 2)),
+        *_grid(BM=(128,), GROUPS=(4, 8, 16), num_stages=(2, 3, 4), num_warps=(4, 8)),
+        *_grid(BM=(256,), GROUPS=(8, 16), num_stages=(2, 3), num_warps=(8, 16)),
+        *_grid(BM=(64,), GROUPS=(8, 32), LOG=(0, 1), num_stages=(3, 4), num_warps=(4,)),
+        *_grid(BM=(64,), GROUPS=(64, 128), LOG=(0, 1, 2), num_stages=(3, 4), num_warps=(4,)),
+        *_grid(block=(128,), GROUPS=(8, 16), num_stages=(2, 3)),
+        *_grid(BEFORE=(True, False)),
     ],
-    "fuse": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), num_warps=(4, 8)),
+    "fuse": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), STREAM=(True,), num_warps=(4, 8)),
+    "pre": _grid(GROUPS=(4, 8, 16, 64, 128), LOG=(0, 1), num_stages=(3, 4)),
     "post": _grid(BLOCK=(512, 1024, 2048, 4096), num_warps=(4, 8, 16)),
-    "post_pre": [
-        *_grid(LOG=(0, 1, 2), J=(1, 2, 4), num_warps=(4, 8), BEFORE=(True, False)),
-        *_grid(block=(32, 128), LOG=(0, 1), J=(1, 2), num_warps=(4, 8)),
-    ],
-    "pre_chunked": [
-        *_grid(chunk=(0, 128, 192, 256, 384, 512, 1024, 2048)),
-        *_grid(chunk=(256, 384, 512), LOG=(0, 1), AHEAD=(2, 4), num_warps=(4, 8)),
-    ],
-    "post_pre_chunked": [
-        *_grid(chunk=(0, 128, 192, 256, 384, 512, 1024, 2048)),
-        *_grid(chunk=(256, 384, 512), LOG=(0, 1), AHEAD=(2, 4), num_warps=(4, 8)),
-    ],
+    "post_pre": _grid(GROUPS=(4, 8, 16, 64, 128), LOG=(0, 1), num_stages=(3, 4)),
     "slopes": [
         *_grid(warps=(1, 2, 8)),
         *_grid(threads=(1, 2, 4, 8), elements=(4, 8)),
@@ -264,7 +241,7 @@ def inputs_of(kernel: str, tokens: int, hidden: int) -> tuple[Any, ...]:
     """Inputs of a kernel: those of its stage and, for what follows a projection, its partials."""
     inputs = KERNELS[kernel].inputs(tokens, hidden)
     if kernel == "fuse":
-        return (*inputs, *_projection({}, *inputs))
+        return (*inputs, _projection({}, *inputs))
     return inputs
 
 
@@ -291,11 +268,7 @@ def truth_of(kernel: str, inputs: Sequence[Any], default: Any) -> list[Any]:
 
     if kernel == "projection":
         u = inputs[0].flatten(1)
-        totals: list[Any] = [[], []]
-        for part in u.split(512):
-            totals[0].append(part.double() @ inputs[1].double().t())
-            totals[1].append(part.double().square().sum(1))
-        return [torch.cat(t) for t in totals]
+        return [torch.cat([part.double() @ inputs[1].double().t() for part in u.split(512)])]
     return [t.double() for t in default]
 
 

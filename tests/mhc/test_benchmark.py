@@ -161,8 +161,7 @@ def test_a_tiling_that_is_wrong_shows(monkeypatch):
     right = mhc_tilings.KERNELS["projection"].launch
 
     def launch(options, *inputs):
-        p, q = right(options, *inputs)
-        return p * (1 + 1e-4 * bool(options)), q
+        return right(options, *inputs) * (1 + 1e-4 * bool(options))
 
     monkeypatch.setattr(mhc_tilings.KERNELS["projection"], "launch", launch)
     with kernels():
