@@ -132,6 +132,4 @@ def comb_kernel(
     rms_eps, eps = tl.cast(rms_eps, tl.float32), tl.cast(eps, tl.float32)
     first = tl.program_id(0) * BT
     size = tl.cast(size, tl.float32)
-    put_comb(
-        MIXES, SQRSUM, SCALE, BASE, COMB, first, tokens, size, iters, rms_eps, eps, N, BT
-    )
+    put_comb(MIXES, SQRSUM, SCALE, BASE, COMB, first, tokens, size, iters, rms_eps, eps, N, BT)

@@ -25,13 +25,13 @@ from inductor_ext.compat import float32_precision, under_functorch
 from inductor_ext.ops import _mhc_backward as backward
 from inductor_ext.ops import _mhc_checks as checks
 from inductor_ext.ops import _mhc_composed as composed
+from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import beside
 from inductor_ext.templates import mhc_post as post_kernels
-from inductor_ext.templates import mhc_post_pre as post_pre_kernels
 from inductor_ext.templates import mhc_pre as pre_kernels
 
 MOST_PARTIALS = 16
-_FAR = 1 << 24
+_FAR = 1 << 23
 
 
 def kernels_apply(X: Tensor) -> bool:
@@ -43,6 +43,35 @@ def kernels_apply(X: Tensor) -> bool:
 # --- operations -----------------------------------------------------------------------------------
 
 
+@opaque_op("inductor_ext::mhc_pre_of_any_size")
+def _pre_of_any_size(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
+    sinkhorn_eps: float, post_mult: float, precision: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``mhc_pre`` of X [T, n, H], for programs that do not know T: how the kernels cut their
+    work depends on it."""
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    if not kernels_apply(X):
+        return composed.pre(X, W, scale, base, *options)
+    return pre_kernels.pre(X, W, scale, base, *options, precision)
+
+
+@_pre_of_any_size.register_fake
+def _(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
+    sinkhorn_eps: float, post_mult: float, precision: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return pre_kernels.results(X, W.shape[0])
+
+
+def _pre_of(X: Tensor, *given: Any) -> Any:
+    """(U, post, comb, mixes, sqrsum) of X [T, n, H] by kernels."""
+    if not isinstance(X.shape[0], int):
+        return _pre_of_any_size(X, *given, float32_precision())
+    with _launching(X):
+        return pre_kernels.pre(X, *given, float32_precision())
+
+
 @triton_op("inductor_ext::mhc_pre", mutates_args=())
 def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
@@ -52,9 +81,7 @@ def _pre(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return composed.pre(X, W, scale, base, *options)
-    with _launching(X):
-        found = pre_kernels.pre(_tokens(X, 2), W, scale, base, *options, float32_precision())
-    return _leading(X.shape[:-2], found)
+    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), W, scale, base, *options))
 
 
 @triton_op("inductor_ext::mhc_pre_from_mixes", mutates_args=())
@@ -93,11 +120,12 @@ def _post_pre(
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options)
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
+    # One pass that projects X' where it is computed is slower on an H200: a tile of tokens of all
+    # streams, beside what a product needs, leaves too few programs on a multiprocessor.
     with _launching(X):
-        X1, *rest = post_pre_kernels.post_pre(
-            *operands, W, scale, base, *options, float32_precision()
-        )
-    return X1.reshape(X.shape), *_leading(X.shape[:-2], rest)
+        X1 = post_kernels.post(*operands)
+    found = _pre_of(X1, W, scale, base, *options)
+    return X1.reshape(X.shape), *_leading(X.shape[:-2], found)
 
 
 @triton_op("inductor_ext::mhc_head", mutates_args=())
@@ -125,7 +153,7 @@ def _sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 def _tokens(t: Tensor, kept: int) -> Tensor:
     """One dimension of tokens in front of the last ``kept``, of which the last is dense.
 
-    64 tokens are within 31 bits, as the kernels ask.
+    128 tokens are within 31 bits, as the kernels ask.
     """
     flat = t.reshape(-1, *t.shape[t.dim() - kept :])
     far = any(isinstance(s, int) and s >= _FAR for s in flat.stride())
@@ -336,7 +364,8 @@ def mhc_pre(
     Returns U [..., H] in the dtype of X, rounded once from fp32, post [..., n] and comb
     [..., n, n] in fp32. The product with W has the precision of torch's float32 matmul setting.
     Gradients of all inputs; those of gradients are composed. No tokens are fine. Deterministic, and
-    a token's results have the same bits however many tokens there are beside it.
+    a token's results have the same bits among any number of up to 1024 tokens, and among any larger
+    number.
 
     Raises ValueError or TypeError for what does not fit.
     """
@@ -411,9 +440,9 @@ def mhc_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``mhc_post`` of one layer and ``mhc_pre`` of the next: (X', U, post', comb').
 
-    The projection of X' is made where X' is computed, of its values rounded to the dtype of X, as
-    if it had been stored and read. Arguments, gradients, determinism and errors are those of
-    the two functions.
+    X' is rounded to the dtype of X before it is projected. Arguments, results bit for bit,
+    determinism and errors are those of the two functions; the gradient adds up in fp32 what comes
+    to X' from both sides.
     """
     W = _weighted(X, W, norm_weight)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult

@@ -31,7 +31,8 @@ def coefficients(T, n, dtype=FP32, seed=5):
 @pytest.mark.parametrize(
     ("n", "T", "H", "dtype", "w_dtype"),
     [(4, 5, 136, BF16, FP32), (4, 3, 77, BF16, BF16), (4, 4, 64, FP16, FP32),
-     (4, 3, 33, FP32, FP32), (2, 3, 40, BF16, FP32), (8, 2, 40, BF16, FP32), (2, 2, 17, FP16, BF16), (8, 2, 9, FP32, FP32)],
+     (4, 3, 33, FP32, FP32), (2, 3, 40, BF16, FP32), (8, 2, 40, BF16, FP32),
+     (2, 2, 17, FP16, BF16), (8, 2, 9, FP32, FP32)],
 )  # fmt: skip
 def test_pre(n, T, H, dtype, w_dtype, options, on_cpu):
     given = reference.draw(T, n, H, dtype, w_dtype=w_dtype)
@@ -126,7 +127,7 @@ def test_post_pre(n, H, dtype, on_cpu):
         found = ops.mhc_post_pre(X, Y, post, comb, W, scale, base, **OTHERS)
         X1 = ops.mhc_post(X, Y, post, comb)
         apart = ops.mhc_pre(X1, W, scale, base, **OTHERS)
-    assert torch.equal(found[0], X1)
+    assert all(map(torch.equal, found, (X1, *apart)))
     # X' is rounded before it is projected.
     truth, eager = (
         reference.pre(X1, W, scale, base, **OTHERS),
@@ -134,8 +135,6 @@ def test_post_pre(n, H, dtype, on_cpu):
     )
     judge(found[1:], truth, eager[:3])
     judge([X1], [reference.post(X, Y, post, comb)], [composed.post(X, Y, post, comb)])
-    for mine, other in zip(found[2:], apart[1:], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("n", "H", "dtype"), [(4, 136, BF16), (2, 33, FP16), (8, 24, FP32)])

@@ -5,7 +5,7 @@ import reference
 import torch
 
 from inductor_ext import ops
-from inductor_ext.testing import compile_for
+from inductor_ext.testing import compile_for, run_interpreted
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 V4 = (20, 1e-6, 1e-6, 1e-6, 2.0)
@@ -79,18 +79,31 @@ def test_transforms():
     torch.testing.assert_close(slope, right)
 
 
+def layer(X, Y, W, scale, base):
+    U, post, comb = ops.mhc_pre(X, W, scale, base)
+    return U, *ops.mhc_post_pre(X, Y, post, comb, W, scale, base)
+
+
 @pytest.mark.codegen
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_kernels_of_a_compiled_program(dynamic):
-    T, n, H = 4096, 4, 1024
-    X, Y = torch.empty(T, n, H, dtype=BF16), torch.empty(T, H, dtype=BF16)
-    W, scale, base = torch.empty(24, n * H), torch.empty(3), torch.empty(24)
-
-    def layer(X, Y, W, scale, base):
-        U, post, comb = ops.mhc_pre(X, W, scale, base)
-        return U, ops.mhc_post(X, Y, post, comb)
-
-    with torch.device("meta"):
-        code = compile_for("h200", layer, X, Y, W, scale, base, dynamic=dynamic)
+def test_kernels_of_a_compiled_program():
+    given = [torch.empty(t.shape, dtype=t.dtype) for t in reference.draw(4096, 4, 1024)]
+    given.insert(1, torch.empty(4096, 1024, dtype=BF16))
+    code = compile_for("h200", layer, *given)
     names = [k.name.rpartition("_")[0] for k in code.kernels]
-    assert names == ["cut_kernel", "projection_kernel", "fuse_kernel", "post_kernel"]
+    pre = ["cut_kernel", "projection_kernel", "fuse_kernel", "comb_kernel"]
+    assert sorted(set(names)) == sorted({*pre, "post_kernel"})
+    assert code.graphs[0].count(".run(") == 2 * len(pre) + 1
+
+
+@pytest.mark.codegen
+def test_a_compiled_program_of_any_number_of_tokens():
+    X, W, scale, base = reference.draw(5, 2, 40)
+    given = X, torch.randn(5, 40).to(BF16), W, scale, base
+    code = compile_for("h200", layer, *given, dynamic={0: {0: None}, 1: {0: None}})
+    assert "mhc_pre_of_any_size" in code.graphs[0]
+    more = [torch.cat([t, t]) if i < 2 else t for i, t in enumerate(given)]
+    for tensors in (given, more):
+        with torch.no_grad():
+            right = layer(*tensors)
+        for mine, theirs in zip(run_interpreted(code, *tensors), right, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
