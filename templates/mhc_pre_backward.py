@@ -1,5 +1,7 @@
 """The gradient of mHC's pre, in four kernels and 28 H bytes a token for n = 4 and 16 bits.
 
+36 H with another gradient of X, from a post that X went through as well, in the same sum.
+
     dpre_i = <dU, X_i>                                                      products, a token each
     dlogit of the gates and, through Sinkhorn, of comb;  dz = s dlogit      logits, tokens at once
     draw = r dz,  f = r^2 / K <dz, z>
@@ -125,10 +127,15 @@ def logits_kernel(
     tl.store(COEFFICIENTS + N * tokens + t, r * r / width * norm, mask=inside)
 
 
+# Products of few rows, so that Triton takes mma.sync: the fence in front of a wgmma would wait for
+# the loads of the next block.
+
+
 @triton.jit
-def weights(W, m, h, inside, hidden, M: tl.constexpr, SPLIT: tl.constexpr):
-    """W_i^T [BH, P] of a stream in bf16 parts; the second is a zero where there is none."""
-    w = tl.load(W + m[None, :] * hidden + h[:, None], mask=inside, other=0.0)
+def weights(W, m, h, within, hidden, M: tl.constexpr, SPLIT: tl.constexpr):
+    """W_i [P, BH] of a stream in bf16 parts; the second is not used where W is in bf16."""
+    mask = (m < M)[:, None] & within[None, :]
+    w = tl.load(W + m[:, None] * hidden + h[None, :], mask=mask, other=0.0)
     high, low = w.to(tl.bfloat16), w.to(tl.bfloat16)
     if SPLIT:
         high, low = split(w)
@@ -137,26 +144,32 @@ def weights(W, m, h, inside, hidden, M: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def through_weights(w_high, w_low, high, low, SPLIT: tl.constexpr):
-    """W_i^T draw, transposed to [tokens, BH]."""
-    product = tl.dot(w_high, tl.trans(high))
-    product = tl.dot(w_high, tl.trans(low), product)
+    """draw W_i [tokens, BH]."""
+    product = tl.dot(high, w_high)
+    product = tl.dot(low, w_high, product)
     if SPLIT:
-        product = tl.dot(w_low, tl.trans(high), product)
-    return tl.trans(product)
+        product = tl.dot(high, w_low, product)
+    return product
 
 
 @triton.jit
 def add_outer(dw, x, high, low):
-    """dw [BH, P] + x^T draw, with x [tokens, BH]."""
+    """dw [P, BH] + draw^T x, with x [tokens, BH]."""
     if x.dtype == tl.bfloat16:
-        dw = tl.dot(tl.trans(x), high, dw)
-        dw = tl.dot(tl.trans(x), low, dw)
+        dw = tl.dot(tl.trans(high), x, dw)
+        dw = tl.dot(tl.trans(low), x, dw)
     else:
         x_high, x_low = split(x)
-        dw = tl.dot(tl.trans(x_high), high, dw)
-        dw = tl.dot(tl.trans(x_high), low, dw)
-        dw = tl.dot(tl.trans(x_low), high, dw)
+        dw = tl.dot(tl.trans(high), x_high, dw)
+        dw = tl.dot(tl.trans(low), x_high, dw)
+        dw = tl.dot(tl.trans(high), x_low, dw)
     return dw
+
+
+@triton.jit
+def store_part(PARTS, dw, m, h, within, hidden, M: tl.constexpr):
+    at = PARTS + (m[:, None] * hidden + h[None, :])
+    tl.store(at, dw, mask=(m < M)[:, None] & within[None, :])
 
 
 @triton.jit
@@ -190,11 +203,30 @@ def load_slopes(
 
 
 @triton.jit
+def load_block(
+    X, DU, ADDED, DRAW, COEFFICIENTS, start, end, t, h, m, within, tokens, hidden, FIRST,
+    N: tl.constexpr, M: tl.constexpr, G: tl.constexpr, HAS_DU: tl.constexpr,
+    HAS_ADDED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What dX and dW of a block of tokens are made of."""
+    rows = start + t < end
+    mask = rows[:, None] & (within | EVEN)[None, :]
+    slopes = load_slopes(DRAW, COEFFICIENTS, start, t, m, rows, tokens, FIRST, N, M, G)
+    xs = load_streams(X, start, t, h, mask, hidden, N, FIRST, G)
+    du, added = xs, xs
+    if HAS_DU:
+        du = load_streams(DU, start, t, h, mask, hidden, 1, 0, 1)
+    if HAS_ADDED:
+        added = load_streams(ADDED, start, t, h, mask, hidden, N, FIRST, G)
+    return slopes, xs, du, added
+
+
+@triton.jit
 def gradient_kernel(
     X, DU, W, DRAW, COEFFICIENTS, ADDED, DX, PARTS, tokens, hidden, length,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, G: tl.constexpr, BT: tl.constexpr,
-    BH: tl.constexpr, HAS_DU: tl.constexpr, HAS_ADDED: tl.constexpr, HIDDEN_OF: tl.constexpr,
-    EVEN: tl.constexpr,
+    BH: tl.constexpr, AHEAD: tl.constexpr, HAS_DU: tl.constexpr, HAS_ADDED: tl.constexpr,
+    HIDDEN_OF: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     SPLIT: tl.constexpr = W.dtype.element_ty != tl.bfloat16
     hidden = hidden // HIDDEN_OF * HIDDEN_OF
@@ -207,29 +239,28 @@ def gradient_kernel(
     within = h < hidden
     w_high, w_low, dw = (), (), ()
     for g in tl.static_range(G):
-        w_mask = (m < M)[None, :] & within[:, None]
-        w_parts = weights(W + (stream + g) * hidden, m, h, w_mask, width, M, SPLIT)
+        w_parts = weights(W + (stream + g) * hidden, m, h, within, width, M, SPLIT)
         w_high, w_low = w_high + (w_parts[0],), w_low + (w_parts[1],)  # type: ignore[assignment]
-        dw = dw + (tl.zeros([BH, P], tl.float32),)  # type: ignore[assignment]
+        dw = dw + (tl.zeros([P, BH], tl.float32),)  # type: ignore[assignment]
     first = part * length
     end = tl.minimum(first + length, tokens)
-    rows = first + t < end
-    mask = rows[:, None] & (within | EVEN)[None, :]
-    slopes = load_slopes(DRAW, COEFFICIENTS, first, t, m, rows, tokens, stream, N, M, G)
-    xs = load_streams(X, first, t, h, mask, hidden, N, stream, G)
-    du = load_streams(DU, first, t, h, mask & HAS_DU, hidden, 1, 0, 1)
+    blocks = ()
+    for k in tl.static_range(AHEAD):
+        made = load_block(
+            X, DU, ADDED, DRAW, COEFFICIENTS, first + k * BT, end, t, h, m, within, tokens, hidden,
+            stream, N, M, G, HAS_DU, HAS_ADDED, EVEN,
+        )  # fmt: skip
+        blocks = blocks + (made,)  # type: ignore[assignment]
     for start in range(first, end, BT):
-        # The next block is on its way while this one is computed.
-        ahead = start + BT
-        next_rows = ahead + t < end
-        next_mask = next_rows[:, None] & (within | EVEN)[None, :]
-        next_slopes = load_slopes(
-            DRAW, COEFFICIENTS, ahead, t, m, next_rows, tokens, stream, N, M, G
-        )
-        next_xs = load_streams(X, ahead, t, h, next_mask, hidden, N, stream, G)
-        next_du = load_streams(DU, ahead, t, h, next_mask & HAS_DU, hidden, 1, 0, 1)
-        at = (start * N + stream) * hidden + (t[:, None] * width + h[None, :])
+        # The next blocks are on their way while this one is computed.
+        coming = load_block(
+            X, DU, ADDED, DRAW, COEFFICIENTS, start + AHEAD * BT, end, t, h, m, within, tokens,
+            hidden, stream, N, M, G, HAS_DU, HAS_ADDED, EVEN,
+        )  # fmt: skip
+        slopes, xs, du, added = blocks[0][0], blocks[0][1], blocks[0][2], blocks[0][3]
         high, low, f = slopes[0], slopes[1], slopes[2]
+        mask = (start + t < end)[:, None] & (within | EVEN)[None, :]
+        at = DX + (start * N + stream) * hidden + (t[:, None] * width + h[None, :])
         next_dw = ()
         for g in tl.static_range(G):
             dx = through_weights(w_high[g], w_low[g], high, low, SPLIT)
@@ -237,15 +268,16 @@ def gradient_kernel(
             if HAS_DU:
                 dx += slopes[3 + g][:, None] * du[0].to(tl.float32)
             if HAS_ADDED:
-                dx += load_tile(ADDED + at + g * hidden, mask).to(tl.float32)
-            tl.store(DX + at + g * hidden, dx.to(DX.dtype.element_ty), mask=mask)
+                dx += added[g].to(tl.float32)
+            tl.store(at + g * hidden, dx.to(DX.dtype.element_ty), mask=mask)
             next_dw = next_dw + (add_outer(dw[g], xs[g], high, low),)  # type: ignore[assignment]
-        dw, slopes, xs, du, mask = next_dw, next_slopes, next_xs, next_du, next_mask
+        dw, left = next_dw, ()
+        for k in tl.static_range(1, AHEAD):
+            left = left + (blocks[k],)  # type: ignore[assignment]
+        blocks = left + (coming,)  # type: ignore[assignment]
     for g in tl.static_range(G):
-        part_at = (
-            PARTS + part * (M * width) + m[None, :] * width + (stream + g) * hidden + h[:, None]
-        )
-        tl.store(part_at, dw[g], mask=(m < M)[None, :] & within[:, None])
+        part_at = PARTS + part * (M * width) + (stream + g) * hidden
+        store_part(part_at, dw[g], m, h, within, width, M)
 
 
 @triton.jit
@@ -288,7 +320,7 @@ class Tile:
     """How ``gradient_kernel`` is cut.
 
     ``tokens`` and ``columns`` of a block; ``streams`` of a program; ``ranges`` of tokens (a
-    multiple of it for many), each with its part of dW; ``warps``.
+    multiple of it for many), each with its part of dW; ``warps``; blocks loaded ``ahead``.
     """
 
     tokens: int
@@ -296,16 +328,18 @@ class Tile:
     streams: int
     ranges: int
     warps: int
+    ahead: int
 
 
 _PROGRAMS = 528  # four on each multiprocessor of an H200
 
 
-def tile(n: int, hidden: Any, itemsize: int) -> Tile:
-    """The tile for residuals of n streams of ``hidden`` columns."""
-    streams = 1 if n == 8 or itemsize == 4 else 2
-    slabs = (triton.cdiv(hidden, 64) if isinstance(hidden, int) else 64) * (n // streams)
-    return Tile(16, 64, streams, max(1, min(16, _PROGRAMS // slabs)), 4)
+def tile(n: int, hidden: Any, dtype: torch.dtype, added: bool) -> Tile:
+    """The tile for residuals of n streams of ``hidden`` columns; ``added``: a gradient is added."""
+    columns = 32 if n == 8 else 64
+    slabs = (triton.cdiv(hidden, columns) if isinstance(hidden, int) else 64) * n
+    ahead = 2 if dtype == torch.bfloat16 and n < 8 and not added else 1
+    return Tile(16, columns, 1, max(1, min(16, _PROGRAMS // slabs)), 4, ahead)
 
 
 def divisor(hidden: Any) -> int:
@@ -404,37 +438,32 @@ def finish(
     return dw, dscale, dbase
 
 
-def gradient(
-    x: torch.Tensor, w: torch.Tensor, draw: torch.Tensor, coefficients: torch.Tensor,
-    du: torch.Tensor | None, added: torch.Tensor | None, dtype: torch.dtype, chosen: Tile | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dX of X [T, n, H] in ``dtype``, ``added`` [T, n, H] to it, and the parts of dW."""
+def backward(
+    x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
+    mixes: torch.Tensor, sqrsum: torch.Tensor, added: torch.Tensor | None,
+    du: torch.Tensor | None, dpost: torch.Tensor | None, dcomb: torch.Tensor | None, iters: int,
+    rms_eps: float, pre_eps: float, eps: float, post_mult: float, chosen: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dX, dW, dscale, dbase) of X [T, n, H], all contiguous; the head's if base has n elements.
+
+    ``added`` [T, n, H] is another part of dX, added before it is rounded.
+    """
     tokens, n, hidden = x.shape
-    m = w.shape[0]
-    chosen = chosen or tile(n, hidden, x.element_size())
-    dx = torch.empty((tokens, n, hidden), dtype=dtype, device=x.device)
+    m = base.shape[0]
+    draw, coefficients, sums = slopes(
+        x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult
+    )
+    chosen = chosen or tile(n, hidden, x.dtype, added is not None)
     ranges, length = ranges_of(tokens, chosen.ranges, chosen.tokens)
+    dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
     parts = torch.empty((ranges, m, n * hidden), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(hidden, chosen.columns) * (n // chosen.streams), ranges)
     wrap_triton(gradient_kernel)[grid](
         x, x if du is None else du, w, draw, coefficients, x if added is None else added, dx,
         parts, tokens, hidden, length,
         N=n, M=m, P=padded(m), G=chosen.streams, BT=chosen.tokens, BH=chosen.columns,
-        HAS_DU=du is not None, HAS_ADDED=added is not None, HIDDEN_OF=divisor(hidden),
-        EVEN=even(hidden, chosen.columns), num_warps=chosen.warps, num_stages=1,
+        AHEAD=chosen.ahead, HAS_DU=du is not None, HAS_ADDED=added is not None,
+        HIDDEN_OF=divisor(hidden), EVEN=even(hidden, chosen.columns), num_warps=chosen.warps,
+        num_stages=1,
     )  # fmt: skip
-    return dx, parts
-
-
-def backward(
-    x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
-    mixes: torch.Tensor, sqrsum: torch.Tensor, du: torch.Tensor | None,
-    dpost: torch.Tensor | None, dcomb: torch.Tensor | None, iters: int, rms_eps: float,
-    pre_eps: float, eps: float, post_mult: float, chosen: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dX, dW, dscale, dbase) of X [T, n, H], all contiguous; the head's if base has n elements."""
-    draw, coefficients, sums = slopes(
-        x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult
-    )
-    dx, parts = gradient(x, w, draw, coefficients, du, None, x.dtype, chosen)
-    return dx, *finish(parts, sums, x.shape[1], w, scale, base)
+    return dx, *finish(parts, sums, n, w, scale, base)

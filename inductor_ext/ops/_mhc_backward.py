@@ -27,7 +27,6 @@ from inductor_ext.compat import under_functorch
 from inductor_ext.ops._composed import wide
 from inductor_ext.ops._rows import is_zero
 from inductor_ext.templates import mhc_post_backward as post_kernels
-from inductor_ext.templates import mhc_post_pre_backward as boundary_kernels
 from inductor_ext.templates import mhc_pre_backward as pre_kernels
 from inductor_ext.templates import mhc_sinkhorn_backward as sinkhorn_kernels
 
@@ -52,8 +51,8 @@ def _pre(
     pre_eps: float, sinkhorn_eps: float, post_mult: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return pre_kernels.backward(
-        X, W, scale, base, mixes, sqrsum, dU, dpost, dcomb, iters, rms_eps, pre_eps, sinkhorn_eps,
-        post_mult,
+        X, W, scale, base, mixes, sqrsum, None, dU, dpost, dcomb, iters, rms_eps, pre_eps,
+        sinkhorn_eps, post_mult,
     )  # fmt: skip
 
 
@@ -71,10 +70,11 @@ def _post_pre(
     dpost1: Tensor | None, dcomb1: Tensor | None, iters: int, rms_eps: float, pre_eps: float,
     sinkhorn_eps: float, post_mult: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return boundary_kernels.backward(
-        X, Y, post, comb, X1, W, scale, base, mixes1, sqrsum1, dX1, dU, dpost1, dcomb1, iters,
-        rms_eps, pre_eps, sinkhorn_eps, post_mult,
+    total, *rest = pre_kernels.backward(
+        X1, W, scale, base, mixes1, sqrsum1, dX1, dU, dpost1, dcomb1, iters, rms_eps, pre_eps,
+        sinkhorn_eps, post_mult,
     )  # fmt: skip
+    return *post_kernels.backward(X, Y, post, comb, total), *rest
 
 
 @triton_op("inductor_ext::sinkhorn_backward", mutates_args=())
@@ -143,7 +143,7 @@ def post_pre_backward(
             is X1; as in ``pre_backward``.
         dX1: the gradient of X1 without its part through the pre, [..., n, H].
 
-    The two parts of X1's gradient are added in fp32 and not rounded on the way to the others.
+    The two parts of X1's gradient are added in fp32 and rounded once, to the dtype of X.
     """
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if kernels_apply(X):
