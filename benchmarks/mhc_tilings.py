@@ -53,14 +53,21 @@ def _replaced(module: Any, options: Options, *names: str) -> Iterator[None]:
             setattr(module, name, old)
 
 
-def _tile(module: Any, x: Any, w: Any, options: Options) -> Any:
-    """The default tile of a gradient's module with ``options`` in it."""
+def _gradient(
+    options: Options, x: Any, w: Any, scale: Any, base: Any, du: Any, dpost: Any, dcomb: Any,
+    mixes: Any, sqrsum: Any, added: Any = None,
+) -> Any:  # fmt: skip
+    from inductor_ext.templates import mhc_pre_backward as module
+
     known = {
         "tokens": x.shape[0], "n": x.shape[1], "hidden": x.shape[2], "dtype": x.dtype,
-        "itemsize": x.element_size(), "w_dtype": w.dtype,
+        "itemsize": x.element_size(), "w_dtype": w.dtype, "added": added is not None,
     }  # fmt: skip
     default = module.tile(**{k: known[k] for k in inspect.signature(module.tile).parameters})
-    return dataclasses.replace(default, **options)
+    return module.backward(
+        x, w, scale, base, mixes, sqrsum, added, du, dpost, dcomb, *V4,
+        dataclasses.replace(default, **options),
+    )  # fmt: skip
 
 
 # A kernel: its inputs at a size, its launch, bytes over H of a token, the options to try.
@@ -137,26 +144,6 @@ def _pre(options: Options, x: Any, *site: Any) -> Any:
         return mhc_pre.pre(x, *site, *V4, "ieee")
 
 
-def _post_pre(options: Options, x: Any, *rest: Any) -> Any:
-    """Whole; options are the projection's."""
-    from inductor_ext.templates import mhc_post_pre
-
-    with _projection_by(options, x):
-        return mhc_post_pre.post_pre(x, *rest, *V4, "ieee")
-
-
-def _pre_bwd(
-    options: Options, x: Any, w: Any, scale: Any, base: Any, du: Any, dpost: Any, dcomb: Any,
-    mixes: Any, sqrsum: Any,
-) -> Any:  # fmt: skip
-    from inductor_ext.templates import mhc_pre_backward
-
-    chosen = _tile(mhc_pre_backward, x, w, options)
-    return mhc_pre_backward.backward(
-        x, w, scale, base, mixes, sqrsum, du, dpost, dcomb, *V4, chosen
-    )
-
-
 def _slopes(
     options: Options, x: Any, w: Any, scale: Any, base: Any, du: Any, dpost: Any, dcomb: Any,
     mixes: Any, sqrsum: Any,
@@ -184,12 +171,12 @@ def _post_pre_bwd(
     options: Options, x: Any, y: Any, post: Any, comb: Any, w: Any, scale: Any, base: Any,
     dx1: Any, du: Any, dpost1: Any, dcomb1: Any, mixes: Any, sqrsum: Any, x1: Any,
 ) -> Any:  # fmt: skip
-    from inductor_ext.templates import mhc_post_pre_backward as module
+    from inductor_ext.templates import mhc_post_backward
 
-    chosen = _tile(module, x, w, options)
-    return module.backward(
-        x, y, post, comb, x1, w, scale, base, mixes, sqrsum, dx1, du, dpost1, dcomb1, *V4, chosen
+    dx1, *rest = _gradient(
+        options, x1, w, scale, base, du, dpost1, dcomb1, mixes, sqrsum, added=dx1
     )
+    return (*mhc_post_backward.backward(x, y, post, comb, dx1), *rest)
 
 
 KERNELS = {
@@ -197,12 +184,16 @@ KERNELS = {
     "fuse": Kernel("pre", 10, _fuse),
     "pre": Kernel("pre", 18, _pre),
     "post": Kernel("post", 18, _post),
-    "post_pre": Kernel("post_pre", 28, _post_pre),
     "slopes": Kernel("pre_bwd", 10, _slopes),
-    "pre_bwd": Kernel("pre_bwd", 28, _pre_bwd),
+    "pre_bwd": Kernel("pre_bwd", 28, _gradient),
     "post_bwd": Kernel("post_bwd", 28, _post_bwd),
-    "post_pre_bwd": Kernel("post_pre_bwd", 48, _post_pre_bwd),
+    "post_pre_bwd": Kernel("post_pre_bwd", 64, _post_pre_bwd),
 }
+GRADIENT = [
+    *_grid(tokens=(16, 32), columns=(64, 128), ranges=(1, 2, 4), warps=(4, 8), ahead=(1, 2)),
+    *_grid(tokens=(16, 32), columns=(32, 64), streams=(2, 4), ranges=(1, 2, 4), warps=(4, 8)),
+    *_grid(tokens=(64,), columns=(64, 128), ranges=(1, 2), warps=(4, 8), ahead=(1, 2)),
+]
 TRIED = {
     "projection": [
         *_grid(BM=(128,), GROUPS=(4, 8, 16), num_stages=(2, 3, 4), num_warps=(4, 8)),
@@ -215,20 +206,13 @@ TRIED = {
     "fuse": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), STREAM=(True,), num_warps=(4, 8)),
     "pre": _grid(GROUPS=(4, 8, 16, 64, 128), LOG=(0, 1), num_stages=(3, 4)),
     "post": _grid(BLOCK=(512, 1024, 2048, 4096), num_warps=(4, 8, 16)),
-    "post_pre": _grid(GROUPS=(4, 8, 16, 64, 128), LOG=(0, 1), num_stages=(3, 4)),
     "slopes": [
         *_grid(warps=(1, 2, 8)),
         *_grid(threads=(1, 2, 4, 8), elements=(4, 8)),
     ],
-    "pre_bwd": [
-        *_grid(tokens=(16, 32, 64), columns=(64, 128), streams=(1, 2), ranges=(1, 2), warps=(4, 8)),
-        *_grid(tokens=(16, 32), columns=(32, 64), streams=(4,), ranges=(1, 2, 4), warps=(4, 8)),
-        *_grid(tokens=(32, 64), columns=(128, 256), streams=(1,), ranges=(4,), warps=(4, 8)),
-    ],
+    "pre_bwd": GRADIENT,
     "post_bwd": _grid(warps=(1, 2, 4, 8), elements=(4, 8)),
-    "post_pre_bwd": [
-        *_grid(tokens=(16, 32), columns=(32, 64, 128), ranges=(1, 2, 4), warps=(4, 8)),
-    ],
+    "post_pre_bwd": GRADIENT,
 }  # fmt: skip
 
 
