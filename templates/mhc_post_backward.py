@@ -4,7 +4,8 @@
     dY = sum_j post_j dX1_j             dpost_j = <dX1_j, Y>
 
 A program per token: it walks the columns with the rows of X beside each other, so that a thread has
-the same columns of all streams, and adds up each thread's columns last.
+the same columns of all streams, and adds up each thread's columns last. Eight streams are two
+programs of four rows of X.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ def store_columns(at, c, hidden, value, EVEN: tl.constexpr):
 @triton.jit
 def post_backward_kernel(
     X, Y, POST, COMB, DX1, DX, DY, DPOST, DCOMB, tokens, hidden, comb_t, comb_i, comb_j,
-    N: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr, HIDDEN_OF: tl.constexpr,
-    EVEN: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr,
+    HIDDEN_OF: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = THREADS * E
     hidden = hidden // HIDDEN_OF * HIDDEN_OF  # what masks and rows are made of, by its divisor
-    t = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, N)
+    GROUPS: tl.constexpr = N // ROWS
+    t = (tl.program_id(0) // GROUPS).to(tl.int64)
+    group = tl.program_id(0) % GROUPS
+    i = group * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)[None, :]
     x_at, dx_at = (
         X + t * (hidden * N) + i[:, None] * hidden,
@@ -54,12 +57,12 @@ def post_backward_kernel(
         comb_at = COMB + t * comb_t + i * comb_i + j * comb_j
         comb = comb + (tl.load(comb_at).to(tl.float32)[:, None],)  # type: ignore[assignment]
         post = post + (tl.load(POST + t * N + j).to(tl.float32),)  # type: ignore[assignment]
-        dcomb = dcomb + (tl.zeros([N, THREADS], tl.float32),)  # type: ignore[assignment]
+        dcomb = dcomb + (tl.zeros([ROWS, THREADS], tl.float32),)  # type: ignore[assignment]
         dpost = dpost + (tl.zeros([1, THREADS], tl.float32),)  # type: ignore[assignment]
     for h in range(0, hidden, BLOCK):
         x = load_columns(x_at, h + c, hidden, EVEN)
         y = load_columns(Y + t * hidden, h + c, hidden, EVEN)
-        dx = tl.zeros([N, BLOCK], tl.float32)
+        dx = tl.zeros([ROWS, BLOCK], tl.float32)
         dy = tl.zeros([1, BLOCK], tl.float32)
         next_dcomb, next_dpost = (), ()
         for j in tl.static_range(N):
@@ -70,11 +73,14 @@ def post_backward_kernel(
             next_dpost = next_dpost + (dpost[j] + over_columns(y * d, THREADS, E),)  # type: ignore[assignment]
         dcomb, dpost = next_dcomb, next_dpost
         store_columns(dx_at, h + c, hidden, dx, EVEN)
-        store_columns(DY + t * hidden, h + c, hidden, dy, EVEN)
+        if group == 0:
+            store_columns(DY + t * hidden, h + c, hidden, dy, EVEN)
     for j in tl.static_range(N):
         total = tl.sum(dcomb[j], 1)
         tl.store(DCOMB + t * (N * N) + i * N + j, total.to(DCOMB.dtype.element_ty))
-        tl.store(DPOST + t * N + j, tl.sum(tl.sum(dpost[j], 1), 0).to(DPOST.dtype.element_ty))
+        if group == 0:
+            value = tl.sum(tl.sum(dpost[j], 1), 0)
+            tl.store(DPOST + t * N + j, value.to(DPOST.dtype.element_ty))
 
 
 def backward(
@@ -82,8 +88,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dX, dY, dpost, dcomb) of X, dX1 [T, n, H], Y [T, H], post [T, n], comb [T, n, n].
 
-    In the dtypes of X, Y, post and comb; all contiguous but comb, which has any strides. dX1 is in
-    the dtype of X or in fp32.
+    In the dtypes of X, Y, post and comb; all contiguous but comb, which has any strides.
     """
     tokens, n, hidden = x.shape
     dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
@@ -91,8 +96,9 @@ def backward(
     dpost = torch.empty((tokens, n), dtype=post.dtype, device=x.device)
     dcomb = torch.empty((tokens, n, n), dtype=comb.dtype, device=x.device)
     options: dict[str, Any] = columns_tile(hidden, x.element_size())
-    wrap_triton(post_backward_kernel)[(tokens,)](
+    rows = min(n, 4)
+    wrap_triton(post_backward_kernel)[(tokens * (n // rows),)](
         x, y, post, comb, dx1, dx, dy, dpost, dcomb, tokens, hidden, *comb.stride(),
-        N=n, **options,
+        N=n, ROWS=rows, **options,
     )  # fmt: skip
     return dx, dy, dpost, dcomb

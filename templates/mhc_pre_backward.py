@@ -257,7 +257,7 @@ def gradient_kernel(
             X, DU, ADDED, DRAW, COEFFICIENTS, start + AHEAD * BT, end, t, h, m, within, tokens,
             hidden, stream, N, M, G, HAS_DU, HAS_ADDED, EVEN,
         )  # fmt: skip
-        slopes, xs, du, added = blocks[0][0], blocks[0][1], blocks[0][2], blocks[0][3]
+        slopes, xs, du, added = blocks[0][0], blocks[0][1], blocks[0][2], blocks[0][3]  # type: ignore[misc]
         high, low, f = slopes[0], slopes[1], slopes[2]
         mask = (start + t < end)[:, None] & (within | EVEN)[None, :]
         at = DX + (start * N + stream) * hidden + (t[:, None] * width + h[None, :])

@@ -17,7 +17,7 @@ composed of torch functions, in fp32 (fp64 for fp64).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from inductor_ext.templates import mhc_post_backward as post_kernels
 from inductor_ext.templates import mhc_pre_backward as pre_kernels
 from inductor_ext.templates import mhc_sinkhorn_backward as sinkhorn_kernels
 
-Grad = Tensor | None
+Grad: TypeAlias = Tensor | None
 
 
 def kernels_apply(X: Tensor) -> bool:

@@ -52,7 +52,7 @@ def test_pre(n, H, dtype, added):
         ["products_kernel", "logits_kernel", "gradient_kernel", "finish_kernel"],
     )
     products, gradient = found["products_kernel"], found["gradient_kernel"]
-    assert products.widest_load == 16 and products.registers <= 64
+    assert products.widest_load == 16 and products.registers <= 80
     assert gradient.widest_load == gradient.widest_store == 16 and "mma.sync" in gradient.ptx
     if n < 8 and dtype == BF16:
         # Four programs on a multiprocessor; nothing waits for the loads of the next block.
@@ -75,7 +75,7 @@ def test_post(n, H, dtype):
     kernel = found["post_backward_kernel"]
     assert kernel.widest_load == kernel.widest_store == 16
     # No layout goes through shared memory: what is there is for the last sums.
-    assert kernel.shared_bytes <= 128 and kernel.registers <= (128 if n < 8 else 255)
+    assert kernel.shared_bytes <= 128 and kernel.registers <= (128 if n < 8 else 192)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
