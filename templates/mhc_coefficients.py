@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """The coefficients of mHC on the card: sums of partials in a fixed tree, gates, Sinkhorn.
 
 A token's coefficients are computed by one thread: its n x n entries are a tuple of registers, so

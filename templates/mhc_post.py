@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """mHC behind a layer: ``X'_j = post_j Y + sum_i comb[i, j] X_i``, a slab of one token per program.
 
 X and X' are [T, n, H]: one read of X and of Y, one write.

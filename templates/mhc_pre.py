@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """mHC before a layer: the layer's input, post and comb, from X [T, n, H] and the projection.
 
     U = sum_i pre_i X_i

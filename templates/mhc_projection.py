@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """The projection of mHC: ``W u`` of u = vec(X), X [T, n, H], in one read of X.
 
 H is cut into GROUPS runs of whole blocks. A group is summed from zero, over its blocks and in each

@@ -212,7 +212,8 @@ def _grad_pre(ctx: Any, dU: Any, dpost: Any, dcomb: Any, *_: Any) -> Any:
     if _differentiable():
         grads = _composed_gradients(composed.pre, saved[:4], ctx.options, (dU, dpost, dcomb))
     else:
-        grads = backward.pre_backward(*saved, dU, dpost, dcomb, *ctx.options)
+        given: Any = (*saved, dU, dpost, dcomb, *ctx.options)
+        grads = backward.pre_backward(*given)
     return (*grads, *none)
 
 
@@ -258,7 +259,8 @@ def _setup_post(ctx: Any, inputs: Any, output: Any) -> None:
 def _grad_post(ctx: Any, dX1: Any) -> Any:
     if _differentiable():
         return _composed_gradients(composed.post, ctx.saved_tensors, (), (dX1,))
-    return backward.post_backward(*ctx.saved_tensors, dX1)
+    given: Any = (*ctx.saved_tensors, dX1)
+    return backward.post_backward(*given)
 
 
 _post.register_autograd(_grad_post, setup_context=_setup_post)
@@ -283,7 +285,8 @@ def _grad_post_pre(ctx: Any, dX1: Any, dU: Any, dpost: Any, dcomb: Any, *_: Any)
         return (*_composed_gradients(composed.post_pre, inputs, ctx.options, given), *none)
     if dU is None and dpost is None and dcomb is None:
         return (*backward.post_backward(X, Y, post, comb, dX1), None, None, None, *none)
-    return (*backward.post_pre_backward(*saved, *given, *ctx.options), *none)
+    everything: Any = (*saved, *given, *ctx.options)
+    return (*backward.post_pre_backward(*everything), *none)
 
 
 _post_pre.register_autograd(_grad_post_pre, setup_context=_setup_post_pre)
@@ -299,7 +302,8 @@ def _grad_head(ctx: Any, dU: Any, *_: Any) -> Any:
     saved, none = ctx.saved_tensors, (None, None)
     if _differentiable():
         return (*_composed_gradients(composed.head, saved[:4], ctx.options, (dU,)), *none)
-    return (*backward.head_backward(*saved, dU, *ctx.options), *none)
+    given: Any = (*saved, dU, *ctx.options)
+    return (*backward.head_backward(*given), *none)
 
 
 _head.register_autograd(_grad_head, setup_context=_setup_head)
