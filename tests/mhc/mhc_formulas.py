@@ -1,7 +1,7 @@
 """The formulas of mHC once more, inputs of a realistic scale, and how results are judged.
 
-The fixture ``way`` runs a test by torch functions, by the kernels in Triton's interpreter and, with
-``pytest -m gpu``, by the kernels on a card.
+The fixtures ``way`` and ``every_way`` run a test by torch functions, the latter by the kernels in
+Triton's interpreter too, and with ``pytest -m gpu`` both run it by the kernels on a card.
 """
 
 import contextlib
@@ -44,17 +44,27 @@ def _seeded():
     torch.manual_seed(0)
 
 
-CARD = pytest.param("card", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(name="way", params=["composed", "kernels", CARD])
-def _way(request):
-    """By torch functions, by the kernels in the interpreter, by the kernels on a card."""
+def run(request):
     contexts = {
         "composed": contextlib.nullcontext, "kernels": kernels, "card": lambda: torch.device("cuda")
     }  # fmt: skip
     with contexts[request.param]():
         yield request.param
+
+
+CARD = pytest.param("card", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(name="way", params=["composed", CARD])
+def _way(request):
+    """By torch functions, or by the kernels on a card."""
+    yield from run(request)
+
+
+@pytest.fixture(name="every_way", params=["composed", "kernels", CARD])
+def _every_way(request):
+    """By the kernels in the interpreter as well, which take a second or more."""
+    yield from run(request)
 
 
 # --- the formulas, once more ----------------------------------------------------------------------
@@ -126,7 +136,7 @@ def parameters(n, hidden, dtype=torch.float32, columns=None):
     return w.to(dtype), scale if columns != n else scale[:1], torch.randn(columns) * 0.7
 
 
-def drawn(lead, n=N, hidden=48, dtype=torch.bfloat16):
+def drawn(lead, n=N, hidden=24, dtype=torch.bfloat16):
     """X, Y, post, comb (far from symmetric) and the parameters."""
     x = (torch.randn(*lead, n, hidden) * 1.5).to(dtype)
     y = torch.randn(*lead, hidden).to(dtype)
