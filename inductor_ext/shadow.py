@@ -126,14 +126,15 @@ class _Recorder(TorchDispatchMode):
                 given = args[i] if i < len(args) else kwargs.get(argument.name)
                 many = given if isinstance(given, (tuple, list)) else [given]
                 written += [t for t in many if isinstance(t, torch.Tensor)]
-        self.pure = False
         twin = self._twin(func, written)
         if twin is not None:
             out = twin(*args, **kwargs)
             self._record(twin, args, kwargs, out)
             self.nodes[id(written[0])] = self.nodes[id(out)]
-            self.pure = True
+            if torch.Tag.nondeterministic_seeded in twin.tags:
+                self.pure = False
             return written[0]
+        self.pure = False
         self.mutated.update(map(compat_pre_grad.storage_key, written))
         returns = func._schema.returns
         if not returns:

@@ -76,6 +76,15 @@ def test_spellings_that_mean_the_same(name, dynamic):
         judge_all(with_gradients(program.run(fn), args), fn, args, rounding)
 
 
+@pytest.mark.parametrize("tokens", [(0,), (1,), (1, 1), (4,), (4, 24)])
+def test_tokens_as_many_as_streams_or_one(tokens):
+    fn, args = named(mhc_forms.huggingface_post), post_inputs(tokens)
+    program = edited(fn, *args)
+    assert program.operations == ["mhc_post"]
+    if tokens != (0,):
+        judge_all(with_gradients(program.run(fn), args), fn, args, torch.bfloat16)
+
+
 def test_the_orientation_is_read_off():
     why = {
         name: edited(ACCEPTED[name], *post_inputs()).decisions[0].reason

@@ -71,6 +71,15 @@ def test_dtypes_and_leading_dimensions(form, dtype):
     judge_all(with_gradients(program.run(lambda x, w, scale, base: 0), args), fn, args)
 
 
+@pytest.mark.parametrize("tokens", [(0,), (1,), (1, 1), (4,), (24,), (4, 24)])
+def test_tokens_as_many_as_streams_or_columns_or_one(tokens):
+    fn, args = build(loop(2)), pre_inputs(tokens)
+    program = edited(fn, *args)
+    assert program.operations == ["mhc_pre"]
+    if tokens != (0,):
+        judge_all(with_gradients(program.run(fn), args), fn, args)
+
+
 def test_16_bit_weights_stay_16_bit():
     def pre(x, w, scale, base):
         return build(loop(2))(x, w.float(), scale, base)
