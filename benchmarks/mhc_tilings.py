@@ -190,9 +190,10 @@ KERNELS = {
     "post_pre_bwd": Kernel("post_pre_bwd", 64, _post_pre_bwd),
 }
 GRADIENT = [
-    *_grid(tokens=(16, 32), columns=(64, 128), ranges=(1, 2, 4), warps=(4, 8), ahead=(1, 2)),
-    *_grid(tokens=(16, 32), columns=(32, 64), streams=(2, 4), ranges=(1, 2, 4), warps=(4, 8)),
-    *_grid(tokens=(64,), columns=(64, 128), ranges=(1, 2), warps=(4, 8), ahead=(1, 2)),
+    *_grid(tokens=(16,), columns=(64,), ranges=(1, 2, 4), warps=(2, 4), ahead=(1, 2)),
+    *_grid(tokens=(16, 32), columns=(128,), ranges=(1, 2), warps=(4, 8), ahead=(1, 2)),
+    *_grid(tokens=(32, 64), columns=(64,), ranges=(1, 2), warps=(4,), ahead=(1, 2)),
+    *_grid(tokens=(16,), columns=(32, 64), streams=(2, 4), ranges=(2, 4, 7), warps=(4,)),
 ]
 TRIED = {
     "projection": [

@@ -69,8 +69,10 @@ def run(monkeypatch, *argv):
 
 @pytest.mark.usefixtures("pretended_card")
 def test_a_whole_run_and_a_merge(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(common, "plot_panels", lambda path, *rest, **_: drawn.append(path.name))
     options = ("--columns", "ours,eager", "--out", tmp_path)
-    run(monkeypatch, "--tokens", "10", "--hidden", "16", *options)
+    run(monkeypatch, "--tokens", "6", "--hidden", "16", *options)
     rows = common.read_csv(tmp_path / "mhc.csv")
     assert len(rows) == 2 * len(mhc_cases.STAGES)
     for row in rows:
@@ -84,6 +86,7 @@ def test_a_whole_run_and_a_merge(monkeypatch, tmp_path):
     run(monkeypatch, "--tokens", "4100,1", "--hidden", "8", "--stage", "post", "--name", "more",
         *options)  # fmt: skip
     run(monkeypatch, "--merge", tmp_path / "mhc.csv", tmp_path / "more.csv", "--out", tmp_path)
+    assert drawn == ["mhc.png", "more.png", "mhc.png"]
     merged = common.read_csv(tmp_path / "mhc.csv")
     assert len(merged) == len(rows) + 4
     # 18 H + 80 bytes a token, at 1e6 bytes per us.
