@@ -45,6 +45,14 @@ def sigmoid(x):
 
 
 @triton.jit
+def put_input(U, h, x, gates, mask, N: tl.constexpr):
+    u = gates[0] * x[0].to(tl.float32)
+    for i in tl.static_range(1, N):
+        u += gates[i] * x[i].to(tl.float32)
+    tl.store(U + h, u.to(U.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def by_rows(c, eps, N: tl.constexpr):
     out = ()
     for i in tl.static_range(N):

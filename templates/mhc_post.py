@@ -14,7 +14,7 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from .dependent import in_turn, launched
-from .mhc_pre import divisor, load_streams, stride_divisor
+from .mhc_layout import divisor, load_streams, stride_divisor
 
 
 @triton.jit
@@ -61,9 +61,10 @@ def load_coefficients(POST, COMB, t, post_token, post_stream, comb_token, comb_i
 
 @triton.jit
 def post_kernel(
-    X, Y, POST, COMB, OUT, hidden, slabs, x_token, x_stream, y_token, post_token, post_stream,
-    comb_token, comb_in, comb_out, N: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr,
-    Y_OF: tl.constexpr, BLOCK: tl.constexpr,
+    X, Y, POST, COMB, OUT, Q, tokens, hidden, slabs, x_token, x_stream, y_token, post_token,
+    post_stream, comb_token, comb_in, comb_out, N: tl.constexpr, H_OF: tl.constexpr,
+    STRIDE_OF: tl.constexpr,
+    Y_OF: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
@@ -81,8 +82,16 @@ def post_kernel(
     )
     out = mixed(wide(x, N), y.to(tl.float32), post, comb, N)
     at = OUT + far * (N * hidden) + h
+    total = tl.zeros([BLOCK // 8], tl.float32)
     for j in tl.static_range(N):
-        tl.store(at + j * hidden, out[j].to(OUT.dtype.element_ty), mask=here)
+        rounded = out[j].to(OUT.dtype.element_ty)
+        tl.store(at + j * hidden, rounded, mask=here)
+        if SQUARES:
+            squares = rounded.to(tl.float32) * rounded.to(tl.float32)
+            total += tl.sum(tl.reshape(squares, (BLOCK // 8, 8)), 1)
+    if SQUARES:
+        slab = tl.cast(tokens, tl.int64) * (tl.program_id(0) % slabs)
+        tl.store(Q + slab + t, tl.sum(total, 0))
 
 
 def tile(n: int, itemsize: int) -> dict[str, Any]:
@@ -92,19 +101,27 @@ def tile(n: int, itemsize: int) -> dict[str, Any]:
 
 def post(
     x: torch.Tensor, y: torch.Tensor, gates: torch.Tensor, comb: torch.Tensor,
-    chosen: dict[str, Any] | None = None, out: torch.Tensor | None = None,
+    chosen: dict[str, Any] | None = None, q: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """X' [T, n, H], in ``out`` if it is given, of x [T, n, H], y [T, H], their last dimensions
-    dense, gates [T, n] and comb [T, n, n] of any strides."""
+    """X' [T, n, H] of x [T, n, H], y [T, H], their last dimensions dense, gates [T, n] and comb
+    [T, n, n] of any strides; q from ``squares_of`` gets the sums of its squares."""
     tokens, n, hidden = x.shape
-    if out is None:
-        out = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
     chosen = chosen or tile(n, x.element_size())
     slabs = (hidden + chosen["BLOCK"] - 1) // chosen["BLOCK"]
     if not isinstance(tokens, int) or tokens:
         launched(post_kernel, wrap_triton(post_kernel), x, (tokens * slabs,))(
-            x, y, gates, comb, out, hidden, slabs, x.stride(0), x.stride(1), y.stride(0),
-            *gates.stride(), *comb.stride(), N=n, H_OF=divisor(hidden, x.element_size()),
-            STRIDE_OF=stride_divisor(x), Y_OF=divisor(y.stride(0), y.element_size()), **chosen,
+            x, y, gates, comb, out, out if q is None else q, tokens, hidden, slabs, x.stride(0),
+            x.stride(1), y.stride(0), *gates.stride(), *comb.stride(), N=n,
+            H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x),
+            Y_OF=divisor(y.stride(0), y.element_size()), SQUARES=q is not None, **chosen,
         )  # fmt: skip
     return out
+
+
+def squares_of(x: torch.Tensor, chosen: dict[str, Any] | None = None) -> torch.Tensor:
+    """Memory for the sums of squares of X', [slabs, T]."""
+    tokens, n, hidden = x.shape
+    chosen = chosen or tile(n, x.element_size())
+    slabs = (hidden + chosen["BLOCK"] - 1) // chosen["BLOCK"]
+    return torch.empty((slabs, tokens), dtype=torch.float32, device=x.device)

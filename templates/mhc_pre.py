@@ -5,7 +5,8 @@
 
 projection_kernel (mhc_projection)     partial sums of W u
 fuse_kernel      a token per program, all of which is in registers: the sum of its squares, its
-                 sums of partials, its gates, then U. Its comb too, where tokens are few.
+                 sums of partials, its gates, then U. Where tokens are few, another program makes
+                 its post and comb.
 comb_kernel      Sinkhorn, a token per thread
 sinkhorn_kernel  Sinkhorn of given logits
 """
@@ -20,18 +21,12 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from . import mhc_projection as projection
+from . import mhc_slabs as slabs
 from .dependent import in_turn, launched
-from .mhc_coefficients import comb_kernel, put_comb, sigmoid, sinkhorn_of, summed
+from .mhc_coefficients import comb_kernel, put_comb, put_input, sigmoid, sinkhorn_of, summed
+from .mhc_layout import dense, divisor, load_streams, results, stride_divisor
 
-FEW = 132  # tokens, up to which one launch less is worth a Sinkhorn in all threads
-
-
-@triton.jit
-def load_streams(at, x_stream, h, mask, N: tl.constexpr):
-    x = ()
-    for i in tl.static_range(N):
-        x = x + (tl.load(at + i * x_stream + h, mask=mask, other=0.0),)
-    return x
+FEW = 64  # tokens, up to which one launch less is worth a program per token for its comb
 
 
 @triton.jit
@@ -48,19 +43,11 @@ def squares(x, total, N: tl.constexpr):
 
 
 @triton.jit
-def put_input(U, h, x, gates, mask, N: tl.constexpr):
-    u = gates[0] * x[0].to(tl.float32)
-    for i in tl.static_range(1, N):
-        u += gates[i] * x[i].to(tl.float32)
-    tl.store(U + h, u.to(U.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def fuse_kernel(
-    X, P, Q, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
+    X, P, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
     tokens, hidden, x_token, x_stream, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-    N: tl.constexpr, HEAD: tl.constexpr, GIVEN: tl.constexpr, INSIDE: tl.constexpr,
-    CP: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr, H_OF: tl.constexpr,
+    N: tl.constexpr, HEAD: tl.constexpr, INSIDE: tl.constexpr, CP: tl.constexpr,
+    S: tl.constexpr, LOG: tl.constexpr, H_OF: tl.constexpr,
     STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +58,12 @@ def fuse_kernel(
     # Doubles in programs that Inductor writes.
     rms_eps, pre_eps = tl.cast(rms_eps, tl.float32), tl.cast(pre_eps, tl.float32)
     sinkhorn_eps, post_mult = tl.cast(sinkhorn_eps, tl.float32), tl.cast(post_mult, tl.float32)
-    t = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
+    apart = False  # whether this program makes post and comb, and another one U
+    if INSIDE:
+        apart = pid >= tokens
+        pid = pid % tokens
+    t = pid.to(tl.int64)
     at, h = X + t * x_token, tl.arange(0, BLOCK)
     held = ()
     for k in tl.static_range(HELD):
@@ -82,40 +74,38 @@ def fuse_kernel(
     wide = tl.cast(tokens, tl.int64)
     mixes = summed(P + t * C + column, wide * C, used, S, LOG)
     base = tl.load(BASE + column, mask=used, other=0.0)
-    if GIVEN:
-        square = summed(Q + t, wide, None, S, LOG)
-    else:
-        total = tl.zeros([BLOCK], tl.float32)
-        for k in tl.static_range(HELD):
-            total = squares(held[k], total, N)
-        if STREAM:
-            for first in range(HELD * BLOCK, hidden, BLOCK):
-                x = load_streams(at, x_stream, h + first, h + first < hidden, N)
-                total = squares(x, total, N)
-        square = tl.sum(total, 0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(HELD):
+        total = squares(held[k], total, N)
+    if STREAM:
+        for first in range(HELD * BLOCK, hidden, BLOCK):
+            x = load_streams(at, x_stream, h + first, h + first < hidden, N)
+            total = squares(x, total, N)
+    square = tl.sum(total, 0)
     tl.store(MIXES + t * C + column, mixes, mask=used)
     tl.store(SQRSUM + t, square)
     size = tl.cast(hidden * N, tl.float32)
     z = mixes * tl.rsqrt(square / size + rms_eps)
     gate = sigmoid(tl.load(SCALE) * z + base) + pre_eps
-    gates = ()
-    for i in tl.static_range(N):
-        gates = gates + (tl.sum(tl.where(column == i, gate, 0.0), 0),)
     if not HEAD:
         post = post_mult * sigmoid(tl.load(SCALE + 1) * z + base)
         tl.store(POST + t * N + (column - N), post, mask=(column >= N) & (column < 2 * N))
-    row = U + t * hidden
-    for k in tl.static_range(HELD):
-        put_input(row, h + k * BLOCK, held[k], gates, h + k * BLOCK < hidden, N)
-    if STREAM:
-        for first in range(HELD * BLOCK, hidden, BLOCK):
-            x = load_streams(at, x_stream, h + first, h + first < hidden, N)
-            put_input(row, h + first, x, gates, h + first < hidden, N)
-    if INSIDE:
+    if apart:
         tl.debug_barrier()  # other threads stored what a thread reads now
         put_comb(
             MIXES, SQRSUM, SCALE, BASE, COMB, t, tokens, size, iters, rms_eps, sinkhorn_eps, N, 1
         )
+    else:
+        gates = ()
+        for i in tl.static_range(N):
+            gates = gates + (tl.sum(tl.where(column == i, gate, 0.0), 0),)
+        row = U + t * hidden
+        for k in tl.static_range(HELD):
+            put_input(row, h + k * BLOCK, held[k], gates, h + k * BLOCK < hidden, N)
+        if STREAM:
+            for first in range(HELD * BLOCK, hidden, BLOCK):
+                x = load_streams(at, x_stream, h + first, h + first < hidden, N)
+                put_input(row, h + first, x, gates, h + first < hidden, N)
 
 
 @triton.jit
@@ -135,18 +125,6 @@ def sinkhorn_kernel(L, COMB, tokens, iters, eps, N: tl.constexpr, BT: tl.constex
 # --- launches -------------------------------------------------------------------------------------
 
 
-def divisor(size: Any, itemsize: int) -> int:
-    """The largest that kernels make use of: 16 bytes of elements."""
-    if not isinstance(size, int):
-        return 1
-    return next(p for p in (16 // itemsize, 4, 2, 1) if size % p == 0 and p * itemsize <= 16)
-
-
-def stride_divisor(x: torch.Tensor) -> int:
-    """That of the first element of every stream of every token, counted in elements."""
-    return min(divisor(x.stride(d), x.element_size()) for d in (0, 1))
-
-
 def row_tile(n: int, hidden: Any, itemsize: int) -> dict[str, Any]:
     """HELD blocks of each stream are in registers, 16 bytes of a thread in each: 64 registers at
     most. T is no matter: it would change the bits of the sum of squares."""
@@ -159,25 +137,13 @@ def row_tile(n: int, hidden: Any, itemsize: int) -> dict[str, Any]:
     return {"BLOCK": block, "HELD": most, "STREAM": True, "num_warps": warps}
 
 
-def results(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
-    """Memory for what ``fuse`` returns, of as many ``columns`` of the projection."""
-    tokens, n, hidden = x.shape
-
-    def empty(*shape: Any) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-    u = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    sums = empty(tokens, columns), empty(tokens)
-    return (u, *sums) if columns == n else (u, empty(tokens, n), empty(tokens, n, n), *sums)
-
-
 def fuse(
-    x: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None, scale: torch.Tensor,
-    base: torch.Tensor, iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float,
-    post_mult: float, chosen: dict[str, Any] | None = None,
+    x: torch.Tensor, p: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
+    rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    chosen: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns] and q [S, T], None where the
-    squares are summed here; (U, mixes, sqrsum) for a head's n columns."""
+    """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns]; (U, mixes, sqrsum) for a
+    head's n columns."""
     tokens, n, hidden = x.shape
     s, columns = p.shape[0], p.shape[2]
     head = columns == n
@@ -190,10 +156,11 @@ def fuse(
         chosen = {"maxnreg": 80} | chosen  # three programs of 8 warps on a multiprocessor
     if isinstance(tokens, int) and tokens == 0:
         return out
-    launched(fuse_kernel, wrap_triton(fuse_kernel), x, (tokens,))(
-        x, p, p if q is None else q, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden,
+    inside = few and not head
+    launched(fuse_kernel, wrap_triton(fuse_kernel), x, (2 * tokens if inside else tokens,))(
+        x, p, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden,
         x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-        N=n, HEAD=head, GIVEN=q is not None, INSIDE=few and not head,
+        N=n, HEAD=head, INSIDE=inside,
         CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
         H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
     )  # fmt: skip
@@ -208,11 +175,24 @@ def fuse(
 def pre(
     x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, precision: str,
+    q: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(U, post, comb, mixes, sqrsum) of x [T, n, H], last dimension dense."""
-    p = projection.partials(x, dense(w), precision)
-    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    return fuse(x, p, None, dense(scale), dense(base), *options)
+    """(U, post, comb, mixes, sqrsum) of x [T, n, H], last dimension dense; q [S, T]: partial sums
+    of its squares, if somebody has them."""
+    return from_mixes(
+        projection.partials(x, dense(w), precision), q, x, scale, base, iters, rms_eps, pre_eps,
+        sinkhorn_eps, post_mult,
+    )  # fmt: skip
+
+
+def from_mixes(
+    p: torch.Tensor, q: torch.Tensor | None, x: torch.Tensor, scale: torch.Tensor,
+    base: torch.Tensor, *options: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The same from partials of the projection."""
+    if q is None:
+        return fuse(x, p, dense(scale), dense(base), *options)
+    return slabs.fuse(x, p, q, dense(scale), dense(base), *options)
 
 
 def head(
@@ -221,7 +201,7 @@ def head(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, mixes, sqrsum)."""
     p = projection.partials(x, dense(w), precision)
-    return fuse(x, p, None, dense(scale), dense(base), 1, rms_eps, pre_eps, 0.0, 1.0)
+    return fuse(x, p, dense(scale), dense(base), 1, rms_eps, pre_eps, 0.0, 1.0)
 
 
 def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
@@ -234,7 +214,3 @@ def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
             logits, comb, tokens, iters, eps, N=n, BT=128, num_warps=4
         )
     return comb
-
-
-def dense(t: torch.Tensor) -> torch.Tensor:
-    return t if t.is_contiguous() else t.contiguous()

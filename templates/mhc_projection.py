@@ -224,11 +224,11 @@ def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
     """
     most = tokens if isinstance(tokens, int) else FEW + 1
     if most <= FEW:
-        log = 0 if most <= 64 else 1 if most <= 128 else 2 if most <= 512 else 3
+        log = 0 if most <= 128 else 1
         chosen = {"GROUPS": 128, "LOG": log, "BM": 64, "num_warps": 4, "num_stages": 4}
     else:
         chosen = {"GROUPS": 8, "LOG": 0, "BM": 128, "num_warps": 8, "num_stages": 3}
-    chosen["BEFORE"] = most > 256
+    chosen["BEFORE"] = True
     if x != torch.bfloat16:
         chosen |= {"BM": 64, "num_warps": 4, "num_stages": 1}  # its operands are computed with
     elif n == 8:

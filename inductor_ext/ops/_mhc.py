@@ -29,8 +29,10 @@ from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import beside
 from inductor_ext.templates import mhc_post as post_kernels
 from inductor_ext.templates import mhc_pre as pre_kernels
+from inductor_ext.templates.mhc_projection import FEW
 
 MOST_PARTIALS = 16
+MANY = FEW  # tokens, beyond which post sums the squares that pre needs
 _FAR = 1 << 23
 
 
@@ -64,12 +66,12 @@ def _(
     return pre_kernels.results(X, W.shape[0])
 
 
-def _pre_of(X: Tensor, *given: Any) -> Any:
+def _pre_of(X: Tensor, squares: Tensor | None, *given: Any) -> Any:
     """(U, post, comb, mixes, sqrsum) of X [T, n, H] by kernels."""
     if not isinstance(X.shape[0], int):
         return _pre_of_any_size(X, *given, float32_precision())
     with _launching(X):
-        return pre_kernels.pre(X, *given, float32_precision())
+        return pre_kernels.pre(X, *given, float32_precision(), squares)
 
 
 @triton_op("inductor_ext::mhc_pre", mutates_args=())
@@ -81,7 +83,7 @@ def _pre(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return composed.pre(X, W, scale, base, *options)
-    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), W, scale, base, *options))
+    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), None, W, scale, base, *options))
 
 
 @triton_op("inductor_ext::mhc_pre_from_mixes", mutates_args=())
@@ -94,8 +96,7 @@ def _from_mixes(
         return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
     sums = mixes.contiguous(), None if sqrsum is None else sqrsum.contiguous()
     with _launching(X):
-        given = _tokens(X, 2), *sums, scale.contiguous(), base.contiguous()
-        U, post, comb, _, _ = pre_kernels.fuse(*given, *options)
+        U, post, comb, _, _ = pre_kernels.from_mixes(*sums, _tokens(X, 2), scale, base, *options)
     return _leading(X.shape[:-2], (U, post, comb))
 
 
@@ -122,9 +123,12 @@ def _post_pre(
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
     # One pass that projects X' where it is computed is slower on an H200: a tile of tokens of all
     # streams, beside what a product needs, leaves too few programs on a multiprocessor.
+    tokens = operands[0].shape[0]
+    many = isinstance(tokens, int) and tokens > MANY
     with _launching(X):
-        X1 = post_kernels.post(*operands)
-    found = _pre_of(X1, W, scale, base, *options)
+        q = post_kernels.squares_of(operands[0]) if many else None
+        X1 = post_kernels.post(*operands, q=q)
+    found = _pre_of(X1, q, W, scale, base, *options)
     return X1.reshape(X.shape), *_leading(X.shape[:-2], found)
 
 
@@ -444,8 +448,8 @@ def mhc_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``mhc_post`` of one layer and ``mhc_pre`` of the next: (X', U, post', comb').
 
-    X' is rounded to the dtype of X before it is projected. Arguments, results bit for bit,
-    determinism and errors are those of the two functions; the gradient adds up in fp32 what comes
+    X' is rounded to the dtype of X before it is projected. Arguments, determinism and errors
+    are those of the two functions; the gradient adds up in fp32 what comes
     to X' from both sides.
     """
     W = _weighted(X, W, norm_weight)

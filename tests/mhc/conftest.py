@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from inductor_ext.templates import mhc_post, mhc_pre, mhc_projection
+from inductor_ext.templates import mhc_post, mhc_pre, mhc_projection, mhc_slabs
 
 from inductor_ext.ops import _mhc
 from inductor_ext.testing import launches_interpreted
@@ -22,7 +22,7 @@ def clean_setting():
 @contextlib.contextmanager
 def on_cpu():
     """The kernels apply to CPU tensors and run on them in the interpreter."""
-    modules = mhc_projection, mhc_pre, mhc_post
+    modules = mhc_projection, mhc_pre, mhc_post, mhc_slabs
     with launches_interpreted(*modules), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_mhc, "kernels_apply", lambda X: X.dtype != torch.float64)
         yield

@@ -4,13 +4,13 @@ import re
 
 import pytest
 import torch
-from inductor_ext.templates import mhc_post, mhc_pre, mhc_projection
+from inductor_ext.templates import mhc_post, mhc_pre, mhc_projection, mhc_slabs
 
 from inductor_ext.testing import launch_binaries
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 V4 = (20, 1e-6, 1e-6, 1e-6, 2.0)
-MODULES = mhc_post, mhc_pre, mhc_projection
+MODULES = mhc_post, mhc_pre, mhc_projection, mhc_slabs
 
 
 def meta(*size, dtype=FP32):
@@ -37,10 +37,8 @@ def binaries(fn):
 def test_pre(T, n, H, dtype, w_dtype, precision):
     x = meta(T, n, H, dtype=dtype)
     found = binaries(lambda: mhc_pre.pre(x, *weights(n, H, w_dtype), *V4, precision))
-    cut = dtype == BF16 and w_dtype == FP32 and T > 256
-    names = (
-        ["projection_kernel", "fuse_kernel"] + ["cut_kernel"] * cut + ["comb_kernel"] * (T > 132)
-    )
+    cut = dtype == BF16 and w_dtype == FP32
+    names = ["projection_kernel", "fuse_kernel"] + ["cut_kernel"] * cut + ["comb_kernel"] * (T > 64)
     assert sorted(found) == sorted(names)
     for kernel in found.values():
         assert kernel.spills == 0 and re.search(r"\b(red|atom)\.", kernel.ptx) is None
@@ -58,6 +56,22 @@ def test_post(n, dtype):
     comb = meta(4096, n, n).transpose(-1, -2)
     (kernel,) = binaries(lambda: mhc_post.post(x, y, meta(4096, n), comb)).values()
     assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
+
+
+def test_post_with_squares_and_slabs():
+    T, n, H = 4096, 4, 7168
+    x, y = meta(T, n, H, dtype=BF16), meta(T, H, dtype=BF16)
+    q = mhc_post.squares_of(x)
+    _, scale, base = weights(n, H)
+
+    def run():
+        mhc_post.post(x, y, meta(T, n), meta(T, n, n), q=q)
+        mhc_slabs.fuse(x, meta(8, T, 24), q, scale, base, *V4)
+
+    found = binaries(run)
+    for kernel in found.values():
+        assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
+    assert found["post_kernel"].registers <= 168 and found["slab_kernel"].registers <= 80
 
 
 def test_projection_of_eight_streams():

@@ -6,6 +6,7 @@ import torch
 from inductor_ext.templates import mhc_projection
 
 from inductor_ext import measure, ops
+from inductor_ext.ops import _mhc
 from inductor_ext.ops import _mhc_composed as composed
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -30,9 +31,8 @@ def coefficients(T, n, dtype=FP32, seed=5):
 @pytest.mark.parametrize("options", [OPTIONS, OTHERS], ids=["V4", "others"])
 @pytest.mark.parametrize(
     ("n", "T", "H", "dtype", "w_dtype"),
-    [(4, 5, 136, BF16, FP32), (4, 3, 77, BF16, BF16), (4, 4, 64, FP16, FP32),
-     (4, 3, 33, FP32, FP32), (2, 3, 40, BF16, FP32), (8, 2, 40, BF16, FP32),
-     (2, 2, 17, FP16, BF16), (8, 2, 9, FP32, FP32)],
+    [(4, 3, 72, BF16, FP32), (4, 3, 33, BF16, BF16), (4, 3, 24, FP16, FP32), (4, 3, 33, FP32, FP32),
+     (2, 3, 24, BF16, FP32), (8, 2, 24, BF16, FP32)],
 )  # fmt: skip
 def test_pre(n, T, H, dtype, w_dtype, options, on_cpu):
     given = reference.draw(T, n, H, dtype, w_dtype=w_dtype)
@@ -84,8 +84,7 @@ def test_tf32(dtype, w_dtype, on_cpu):
     assert error < 5e-4
 
 
-@pytest.mark.parametrize("partials", [1, 3, 4, 16])
-@pytest.mark.parametrize("squares", [True, False])
+@pytest.mark.parametrize(("partials", "squares"), [(1, True), (3, True), (16, True), (3, False)])
 def test_from_mixes(partials, squares, on_cpu):
     X, W, scale, base = reference.draw(5, 4, 48)
     u = X.double().flatten(1)
@@ -102,7 +101,7 @@ def test_from_mixes(partials, squares, on_cpu):
 @pytest.mark.parametrize("coefficient_dtype", [FP32, BF16])
 @pytest.mark.parametrize(
     ("n", "H", "dtype"),
-    [(4, 136, BF16), (4, 77, BF16), (2, 33, FP16), (8, 40, FP32), (8, 17, BF16)],
+    [(4, 24, BF16), (4, 17, BF16), (2, 33, FP16), (8, 24, FP32)],
 )
 def test_post(n, H, dtype, coefficient_dtype, on_cpu):
     X, Y = reference.draw(5, n, H, dtype)[0], torch.randn(5, H).to(dtype)
@@ -115,19 +114,20 @@ def test_post(n, H, dtype, coefficient_dtype, on_cpu):
     judge(found, truth, [composed.post(X, Y, post, c) for c in (comb, turned)])
 
 
-@pytest.mark.parametrize(
-    ("n", "H", "dtype"),
-    [(4, 136, BF16), (4, 33, BF16), (2, 40, FP16), (8, 24, FP32), (8, 72, BF16)],
-)
-def test_post_pre(n, H, dtype, on_cpu):
-    X, W, scale, base = reference.draw(5, n, H, dtype)
-    Y = torch.randn(5, H).to(dtype)
-    post, comb = coefficients(5, n)
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize(("n", "H", "dtype"), [(4, 33, BF16), (2, 24, FP16)])
+def test_post_pre(n, H, dtype, many, on_cpu, monkeypatch):
+    X, W, scale, base = reference.draw(3, n, H, dtype)
+    Y = torch.randn(3, H).to(dtype)
+    post, comb = coefficients(3, n)
+    if many:  # post sums the squares
+        monkeypatch.setattr(_mhc, "MANY", 0)
     with on_cpu():
         found = ops.mhc_post_pre(X, Y, post, comb, W, scale, base, **OTHERS)
         X1 = ops.mhc_post(X, Y, post, comb)
         apart = ops.mhc_pre(X1, W, scale, base, **OTHERS)
-    assert all(map(torch.equal, found, (X1, *apart)))
+    assert torch.equal(found[0], X1)
+    assert many or all(map(torch.equal, found[1:], apart))
     # X' is rounded before it is projected.
     truth, eager = (
         reference.pre(X1, W, scale, base, **OTHERS),
@@ -137,7 +137,7 @@ def test_post_pre(n, H, dtype, on_cpu):
     judge([X1], [reference.post(X, Y, post, comb)], [composed.post(X, Y, post, comb)])
 
 
-@pytest.mark.parametrize(("n", "H", "dtype"), [(4, 136, BF16), (2, 33, FP16), (8, 24, FP32)])
+@pytest.mark.parametrize(("n", "H", "dtype"), [(4, 24, BF16), (2, 33, FP16)])
 def test_head(n, H, dtype, on_cpu):
     given = reference.draw(5, n, H, dtype, head=True)
     with on_cpu():
@@ -148,7 +148,7 @@ def test_head(n, H, dtype, on_cpu):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("iters", [1, 2, 20])
+@pytest.mark.parametrize("iters", [1, 20])
 def test_sinkhorn(n, dtype, iters, on_cpu):
     logits = (torch.randn(3, 2, n, n) * 3).to(dtype)
     with on_cpu():
@@ -158,9 +158,9 @@ def test_sinkhorn(n, dtype, iters, on_cpu):
 
 
 def test_a_token_has_the_same_bits_among_any_number(on_cpu, monkeypatch):
-    X, W, scale, base = reference.draw(150, 2, 400)
-    post, comb = coefficients(150, 2)
-    Y = torch.randn(150, 400).to(BF16)
+    X, W, scale, base = reference.draw(70, 2, 130)
+    post, comb = coefficients(70, 2)
+    Y = torch.randn(70, 130).to(BF16)
     same = {"GROUPS": 8, "num_warps": 4, "num_stages": 1}
     tilings = iter(
         same | {"BM": rows, "LOG": log, "BEFORE": before}
@@ -168,28 +168,28 @@ def test_a_token_has_the_same_bits_among_any_number(on_cpu, monkeypatch):
     )
     monkeypatch.setattr(mhc_projection, "tiling", lambda *_: next(tilings))
     runs = []
-    for first, last in [(70, 71), (0, 150), (66, 99), (70, 71)]:
+    for first, last in [(66, 67), (0, 70), (63, 70), (66, 67)]:
         part = slice(first, last)
         with on_cpu():
             found = torch.ops.inductor_ext.mhc_pre(X[part], W, scale, base, *OPTIONS.values())
-        runs.append([t[70 - first] for t in found])
+        runs.append([t[66 - first] for t in found])
     for again in runs[1:]:
         assert all(map(torch.equal, runs[0], again))
     with on_cpu():
         many = ops.mhc_post(X, Y, post, comb)
-        one = ops.mhc_post(X[70:71], Y[70:71], post[70:71], comb[70:71])
-    assert torch.equal(many[70:71], one)
+        one = ops.mhc_post(X[66:67], Y[66:67], post[66:67], comb[66:67])
+    assert torch.equal(many[66:67], one)
 
 
 def test_leading_dimensions_and_views(on_cpu):
-    X, W, scale, base = reference.draw(6, 4, 40, lead=(2, 3))
+    _, W, scale, base = reference.draw(6, 4, 40)
     one = torch.randn(2, 3, 1, 40).to(BF16).expand(2, 3, 4, 40)  # a first layer's streams
     wide = torch.randn(2, 3, 4, 60).to(BF16)[..., 3:43]
     turned = torch.randn(2, 3, 40, 4).to(BF16).transpose(-1, -2)
     Y = torch.randn(3, 2, 40).to(BF16).transpose(0, 1)
     post, comb = coefficients(6, 4)
     post, comb = post.view(2, 3, 4), comb.view(2, 3, 4, 4).transpose(-1, -2)
-    for view in (X, one, wide, turned):
+    for view in (one, wide, turned):
         with on_cpu():
             found = ops.mhc_pre(view, W, scale, base)
             found = *found, ops.mhc_post(view, Y, post, comb)
