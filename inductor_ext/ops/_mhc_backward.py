@@ -25,6 +25,7 @@ from torch.library import triton_op
 
 from inductor_ext.compat import under_functorch
 from inductor_ext.ops._composed import wide
+from inductor_ext.ops._mhc_composed import without_autocast
 from inductor_ext.ops._rows import is_zero
 from inductor_ext.templates import mhc_post_backward as post_kernels
 from inductor_ext.templates import mhc_pre_backward as pre_kernels
@@ -212,10 +213,11 @@ def _by_gates(
     draw = r * dz
     norm = r * r / (n * hidden) * (dz * z).sum(-1, keepdim=True)
     x = wide(X).flatten(-2)
-    dx = draw @ wide(W) - norm * x
-    dx = dx.unflatten(-1, (n, hidden)) + pre[..., None] * dU[..., None, :]
     rows = draw.reshape(-1, draw.shape[-1])
-    dw = rows.mT @ x.reshape(-1, n * hidden)
+    with without_autocast(X):
+        dx = draw @ wide(W) - norm * x
+        dw = rows.mT @ x.reshape(-1, n * hidden)
+    dx = dx.unflatten(-1, (n, hidden)) + pre[..., None] * dU[..., None, :]
     by_column = (dlogit * z).reshape(-1, z.shape[-1]).sum(0)
     dscale = torch.stack([by_column[c].sum() for c in columns])
     dbase = dlogit.reshape(-1, z.shape[-1]).sum(0)

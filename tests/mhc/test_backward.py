@@ -204,6 +204,15 @@ def test_composed(dtype):
     judge("post_pre", post_pre(given, boundary, grads, 5))
 
 
+def test_autocast_changes_nothing():
+    given, _ = operands(6, 4, 40, FP32)
+    saved, grads = (*given, *mixes_of(*given[:2])), pre_grads(6, 4, 40, FP32)
+    expected = backward.pre_backward(*saved, *grads, 5, *EPS)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = backward.pre_backward(*saved, *grads, 5, *EPS)
+    assert all(map(torch.equal, got, expected))
+
+
 @pytest.mark.parametrize("tokens", [(2, 3), (0,), (1, 0), ()])
 def test_leading_dimensions(tokens):
     """Any of them, also of operands that are not contiguous; no tokens are fine."""
