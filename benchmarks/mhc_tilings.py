@@ -127,7 +127,17 @@ def _fuse(options: Options, x: Any, w: Any, scale: Any, base: Any, p: Any) -> An
     from inductor_ext.templates import mhc_pre
 
     chosen = mhc_pre.row_tile(x.shape[1], x.shape[2], x.element_size()) | options
-    return mhc_pre.fuse(x, p, None, scale, base, *V4, chosen)
+    return mhc_pre.fuse(x, p, scale, base, *V4, chosen)
+
+
+def _slabs(options: Options, x: Any, w: Any, scale: Any, base: Any, p: Any) -> Any:
+    """The same where somebody has the sums of squares, here none but zeros."""
+    import torch
+    from inductor_ext.templates import mhc_slabs
+
+    q = torch.zeros(1, x.shape[0], dtype=torch.float32, device=x.device)
+    chosen = mhc_slabs.slab_tile(x.shape[1], x.element_size()) | options
+    return mhc_slabs.fuse(x, p, q, scale, base, *V4, chosen)
 
 
 def _post(options: Options, x: Any, y: Any, post: Any, comb: Any) -> Any:
@@ -182,6 +192,7 @@ def _post_pre_bwd(
 KERNELS = {
     "projection": Kernel("pre", 8, _projection),
     "fuse": Kernel("pre", 10, _fuse),
+    "slabs": Kernel("pre", 10, _slabs),
     "pre": Kernel("pre", 18, _pre),
     "post": Kernel("post", 18, _post),
     "slopes": Kernel("pre_bwd", 10, _slopes),
@@ -193,7 +204,7 @@ GRADIENT = [
     *_grid(tokens=(16,), columns=(64,), ranges=(1, 2, 4), warps=(2, 4), ahead=(1, 2)),
     *_grid(tokens=(16, 32), columns=(128,), ranges=(1, 2), warps=(4, 8), ahead=(1, 2)),
     *_grid(tokens=(32, 64), columns=(64,), ranges=(1, 2), warps=(4,), ahead=(1, 2)),
-    *_grid(tokens=(16,), columns=(32, 64), streams=(2, 4), ranges=(2, 4, 7), warps=(4,)),
+    *_grid(tokens=(16,), columns=(32, 64), streams=(2, 4), ranges=(2, 4, 7, 10), warps=(4,)),
 ]
 TRIED = {
     "projection": [
@@ -205,6 +216,7 @@ TRIED = {
         *_grid(BEFORE=(True, False)),
     ],
     "fuse": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), STREAM=(True,), num_warps=(4, 8)),
+    "slabs": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), num_warps=(4, 8)),
     "pre": _grid(GROUPS=(4, 8, 16, 64, 128), LOG=(0, 1), num_stages=(3, 4)),
     "post": _grid(BLOCK=(512, 1024, 2048, 4096), num_warps=(4, 8, 16)),
     "slopes": [
@@ -225,7 +237,7 @@ def label(options: Options) -> str:
 def inputs_of(kernel: str, tokens: int, hidden: int) -> tuple[Any, ...]:
     """Inputs of a kernel: those of its stage and, for what follows a projection, its partials."""
     inputs = KERNELS[kernel].inputs(tokens, hidden)
-    if kernel == "fuse":
+    if kernel in ("fuse", "slabs"):
         return (*inputs, _projection({}, *inputs))
     return inputs
 

@@ -147,7 +147,7 @@ def test_the_bytes_are_those_of_the_tensors():
 
 
 @pytest.mark.usefixtures("pretended_card")
-@pytest.mark.parametrize("kernel", ["fuse", "pre_bwd"])
+@pytest.mark.parametrize("kernel", ["fuse", "slabs", "pre_bwd"])
 def test_tilings_launch_the_kernels_and_compare(monkeypatch, tmp_path, kernel):
     monkeypatch.setattr(mhc_tilings, "TRIED", {k: v[1:2] for k, v in mhc_tilings.TRIED.items()})
     with kernels():

@@ -37,7 +37,9 @@ def launches(tokens, n, hidden, dtype):
     return {
         "pre": lambda: mhc_pre.pre(x, w, scale, base, *OPTIONS, "ieee"),
         "head": lambda: mhc_pre.head(x, w[:n], scale[:1], base[:n], 1e-6, 1e-6, "ieee"),
-        "fuse": lambda: mhc_pre.fuse(x, mixes[None], sqrsum[None], scale, base, *OPTIONS),
+        "pre with squares": lambda: mhc_pre.pre(
+            x, w, scale, base, *OPTIONS, "ieee", q=sqrsum[None]
+        ),
         "sinkhorn": lambda: mhc_pre.sinkhorn(comb, 2, 1e-6),
         "post": lambda: mhc_post.post(x, y, post, comb.transpose(1, 2)),
         "sinkhorn_backward": lambda: mhc_sinkhorn_backward.sinkhorn_backward(comb, comb, 2, 1e-6),
