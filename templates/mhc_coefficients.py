@@ -35,7 +35,7 @@ def summed(at, stride, mask, S: tl.constexpr, LOG: tl.constexpr):
             else:
                 terms = terms + (tl.load(at + s * stride, mask=mask, other=0.0),)
         else:
-            terms = terms + (tl.zeros_like(terms[0]),)
+            terms = terms + (tl.zeros_like(terms[0]),)  # type: ignore[misc]
     return added(terms, LOG)
 
 
