@@ -92,7 +92,7 @@ def test_incoming_gradients_of_any_layout(every_way):
     seeds = seeds_of(ref_post_pre, args, iters=2)
     straight = gradients(ops.mhc_post_pre, args, seeds, iters=2)
     layouts = [list(strided(s)) for s in seeds]
-    for kind in (0, 2):
+    for kind in (2,) if every_way == "kernels" else range(4):
         given = [layout[kind][1] for layout in layouts]
         leaves = [a.detach().requires_grad_() for a in args]
         got = torch.autograd.grad(ops.mhc_post_pre(*leaves, iters=2), leaves, given)
