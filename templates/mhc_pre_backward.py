@@ -331,15 +331,14 @@ class Tile:
     ahead: int
 
 
-_PROGRAMS = 528  # four on each multiprocessor of an H200
+_PROGRAMS = 1584  # four turns of three on each multiprocessor of an H200
 
 
-def tile(n: int, hidden: Any, dtype: torch.dtype, added: bool) -> Tile:
-    """The tile for residuals of n streams of ``hidden`` columns; ``added``: a gradient is added."""
-    columns = 32 if n == 8 else 64
-    slabs = (triton.cdiv(hidden, columns) if isinstance(hidden, int) else 64) * n
-    ahead = 2 if dtype == torch.bfloat16 and n < 8 and not added else 1
-    return Tile(16, columns, 1, max(1, min(16, _PROGRAMS // slabs)), 4, ahead)
+def tile(n: int, hidden: Any, dtype: torch.dtype) -> Tile:
+    """The tile for residuals of n streams of ``hidden`` columns."""
+    columns, streams = (32, 1) if n == 8 else (64, 2 if dtype.itemsize == 2 else 1)
+    slabs = (triton.cdiv(hidden, columns) if isinstance(hidden, int) else 64) * (n // streams)
+    return Tile(16, columns, streams, max(1, min(16, _PROGRAMS // slabs)), 4, 1)
 
 
 def divisor(hidden: Any) -> int:
@@ -413,11 +412,16 @@ def slopes(
 
 # The tensor cores cut off what does not fit into a sum: a range's part of dW may not grow longer.
 _LONGEST = 4096
+# A range's part of dW is written and read again: few tokens are not worth one.
+_SHORTEST = 128
 
 
 def ranges_of(tokens: Any, ranges: int, block: int) -> tuple[Any, Any]:
-    """How many ranges, a multiple of ``ranges``, and tokens of each, in whole blocks."""
-    ranges = triton.cdiv(tokens, ranges * _LONGEST) * ranges
+    """How many ranges, a multiple of ``ranges`` for many tokens, and tokens of each, in whole
+    blocks."""
+    if isinstance(tokens, int):
+        ranges = min(ranges, tokens // _SHORTEST + 1)
+    ranges = (tokens // (ranges * _LONGEST + 1) + 1) * ranges
     return ranges, triton.cdiv(triton.cdiv(tokens, ranges), block) * block
 
 
@@ -453,7 +457,7 @@ def backward(
     draw, coefficients, sums = slopes(
         x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult
     )
-    chosen = chosen or tile(n, hidden, x.dtype, added is not None)
+    chosen = chosen or tile(n, hidden, x.dtype)
     ranges, length = ranges_of(tokens, chosen.ranges, chosen.tokens)
     dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
     parts = torch.empty((ranges, m, n * hidden), dtype=torch.float32, device=x.device)

@@ -58,7 +58,9 @@ def judge(run, fn, inputs, grads, poison, rounded=()):
     eager = grads_of(fn, inputs, grads)
     for k, (got, right, baseline) in enumerate(zip(runs[0], truth, eager, strict=True)):
         dtype = inputs[0].dtype if k in rounded else None
-        verdict = measure.check(got, right, baseline, rounding=dtype)
+        # Few numbers, each the sum over all tokens, may cancel: there eager's own error counts too.
+        few = got.numel() <= 80
+        verdict = measure.check(got, right, baseline, rounding=dtype, tf32=few)
         assert verdict.ok, f"gradient {k}: {verdict.reason}"
 
 

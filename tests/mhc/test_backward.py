@@ -37,6 +37,7 @@ def kernels(ranges=2):
     cut = mhc_pre_backward.Tile
     with launches_interpreted(*modules), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "kernels_apply", backward.shapes_apply)
+        patch.setattr(mhc_pre_backward, "_SHORTEST", 1)
         patch.setattr(mhc_pre_backward, "tile", lambda n, *_: cut(16, 64, 2, ranges, 4, n // 2))
         torch.use_deterministic_algorithms(True)
         try:
@@ -106,14 +107,11 @@ def pre_grads(T, n, H, dtype):
 
 CASES = {
     "even": (32, 4, 64, BF16, FP32),
-    "odd": (37, 4, 72, BF16, FP32),
-    "unaligned": (17, 4, 101, BF16, FP32),
+    "odd": (19, 4, 69, BF16, BF16),
     "one token": (1, 4, 64, BF16, FP32),
-    "two streams": (33, 2, 136, FP16, FP32),
-    "eight streams": (18, 8, 64, BF16, FP32),
-    "fp32": (20, 4, 68, FP32, FP32),
-    "weights in bf16": (20, 4, 64, BF16, BF16),
-    "fp32, weights in bf16": (20, 2, 64, FP32, BF16),
+    "two streams": (33, 2, 72, FP16, FP32),
+    "eight streams": (5, 8, 64, BF16, FP32),
+    "fp32": (18, 4, 36, FP32, BF16),
 }
 
 
@@ -134,10 +132,10 @@ def test_post_pre(case):
         judge("post_pre", post_pre(given, boundary, grads, 5))
 
 
-@pytest.mark.parametrize(("small", "transposed"), [(FP32, True), (BF16, False)])
 @pytest.mark.parametrize("case", CASES)
-def test_post(case, small, transposed):
-    T, n, H, dtype, _ = CASES[case]
+def test_post(case):
+    T, n, H, dtype, w_dtype = CASES[case]
+    small, transposed = w_dtype, w_dtype == FP32
     (X, *_), (Y, p, comb) = operands(T, n, H, dtype)
     p, comb = p.to(small), comb.to(small)
     comb = comb.mT if transposed else comb
@@ -149,7 +147,7 @@ def test_post(case, small, transposed):
         judge("post", (backward.post_backward(*inputs, grad), truth, eager))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["even", "two streams"])
 def test_head(case):
     T, n, H, dtype, w_dtype = CASES[case]
     given, _ = operands(T, n, H, dtype, w_dtype, head=True)
@@ -161,8 +159,7 @@ def test_head(case):
         judge("head", (backward.head_backward(*saved, grad, *EPS[:2]), truth, eager))
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.parametrize("iters", [1, 2, 20, 21, 45])
+@pytest.mark.parametrize(("n", "iters"), [(2, 20), (4, 1), (4, 20), (4, 21), (4, 45), (8, 20)])
 def test_sinkhorn(n, iters):
     logits, grad = torch.randn(19, n, n) * 3, torch.randn(19, n, n)
     logits[3] = 30 * torch.eye(n).roll(1, 1)
@@ -174,23 +171,21 @@ def test_sinkhorn(n, iters):
     assert verdict.ok, verdict.reason
 
 
-@pytest.mark.parametrize("iters", [1, 20])
-@pytest.mark.parametrize("sharp", [False, True])
+@pytest.mark.parametrize(("iters", "sharp"), [(1, False), (20, True)])
 def test_rounds_and_sharp_rows(iters, sharp):
-    given, boundary = operands(9, 4, 64, BF16, sharp=sharp)
-    grads = pre_grads(9, 4, 64, BF16)
+    given, _ = operands(5, 4, 24, BF16, sharp=sharp)
+    grads = pre_grads(5, 4, 24, BF16)
     with kernels():
         judge("pre", pre(given, grads, iters))
-        judge("post_pre", post_pre(given, boundary, (None, *grads), iters))
 
 
-@pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("missing", [(0,), (1, 2), (0, 2), (0, 1)])
 def test_gradients_that_are_none(missing):
-    given, boundary = operands(9, 4, 64, BF16)
-    grads = [None if k in missing else g for k, g in enumerate(pre_grads(9, 4, 64, BF16))]
+    given, boundary = operands(3, 4, 24, BF16)
+    grads = [None if k in missing else g for k, g in enumerate(pre_grads(3, 4, 24, BF16))]
     with kernels():
         judge("pre", pre(given, grads, 3))
-        dx1 = torch.randn(9, 4, 64).to(BF16) if 0 in missing else None
+        dx1 = torch.randn(3, 4, 24).to(BF16) if 0 in missing else None
         judge("post_pre", post_pre(given, boundary, (dx1, *grads), 3))
 
 
