@@ -19,10 +19,12 @@ from benchmarks import common
 
 DEVICE = "cuda"
 N, LAYERS, RANK = 4, 4, 64
-COLUMNS = ("eager", "compile", "max_autotune", "liger", "ours", "plugin")
+COLUMNS = ("eager", "compile", "max_autotune", "liger", "ours", "plugin", "plugin_fused")
 DEFAULT_COLUMNS = ("ours", "eager", "plugin", "compile")
 STOCK = ("eager", "compile", "max_autotune")
-LOWERINGS = ("mhc_pre", "mhc_post", "mhc_post_pre")
+LOWERINGS = {
+    "plugin": ("mhc_pre", "mhc_post"), "plugin_fused": ("mhc_pre", "mhc_post", "mhc_post_pre")
+}  # fmt: skip
 TOKENS = (4096, 1, 8192, 64, 16384, 8, 1024, 256)  # the most telling first
 HIDDEN = (7168, 4096)
 QUICK_TOKENS, QUICK_HIDDEN = (4096, 1), (7168,)
@@ -99,21 +101,18 @@ def ordered(
 
 
 def passes(cases: Sequence[Case], columns: Sequence[str]) -> list[tuple[Case, tuple[str, ...]]]:
-    """What is measured together, in order: what needs no long compile comes first, for all cases
-    of a number of tokens; then the compiled programs, then max-autotune and Liger."""
+    """What is measured together, in order: what needs no long compile comes first, for all cases;
+    then the compiled programs, then max-autotune and Liger."""
     groups = [
         tuple(c for c in columns if c in group)
-        for group in (("ours", "eager"), ("plugin", "compile"), ("max_autotune",), ("liger",))
+        for group in (
+            ("ours", "eager"),
+            ("plugin", "compile", "plugin_fused"),
+            ("max_autotune",),
+            ("liger",),
+        )
     ]
-    sizes = list(dict.fromkeys(c.tokens for c in cases))
-    return [
-        (case, group)
-        for size in sizes
-        for group in groups
-        if group
-        for case in cases
-        if case.tokens == size
-    ]
+    return [(case, group) for group in groups if group for case in cases]
 
 
 # --- inputs ---------------------------------------------------------------------------------------
@@ -231,24 +230,44 @@ def thin_alone(u: Any, *thin: Any) -> Any:
 
 
 def liger(function: str) -> Callable[..., Any] | None:
-    """Liger's: W transposed and in bf16, comb [out, in], Sinkhorn along the other axis first."""
+    """Liger's, of ``adapted`` inputs; its Sinkhorn begins along the other axis."""
     if importlib.util.find_spec("liger_kernel") is None:
         return None
     from liger_kernel.transformers import functional as F
 
-    def pre(x: Any, w: Any, scale: Any, base: Any) -> Any:
-        phi = w.t().to(x.dtype).contiguous()
+    def pre(x: Any, phi: Any, scale: Any, base: Any) -> Any:
         gates, p, c = F.liger_mhc_coeffs(x, phi, base, *scale.unbind(), pre_eps=1e-6)
-        return F.liger_mhc_pre(x, gates), p, c
+        return F.liger_mhc_pre(x, gates), p, c.mT
 
     def post(x: Any, y: Any, p: Any, c: Any) -> Any:
-        return F.liger_mhc_post_res(x, y, p.contiguous(), c.contiguous())
+        return F.liger_mhc_post_res(x, y, p, c.mT)
 
     def post_pre(x: Any, y: Any, p: Any, c: Any, *site: Any) -> Any:
         after = post(x, y, p, c)
         return (after, *pre(after, *site))
 
     return _composition(pre, post, post_pre, _product)[function]
+
+
+def adapted(case: Case, column: str, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The inputs as a column has them: Liger's W is transposed and here in bf16, its comb
+    [out, in]."""
+    import torch
+
+    if column != "liger":
+        return tuple(inputs)
+    mix = torch.arange(N * N).view(N, N).t().flatten() + 2 * N
+    order = torch.cat([torch.arange(2 * N), mix]).to(inputs[0].device)
+    out = []
+    for name, t in zip(names(case), inputs, strict=False):
+        if name == "w":
+            t = t[order].t().bfloat16().contiguous()
+        elif name == "base":
+            t = t[order]
+        elif name == "comb":
+            t = t.mT.contiguous().mT
+        out.append(t)
+    return tuple(out)
 
 
 def program(case: Case, column: str) -> Callable[..., Any] | None:
@@ -282,7 +301,7 @@ def setting(column: str) -> Iterator[None]:
 
     with (
         inductor_ext.disable(),
-        inductor_ext.enable(*LOWERINGS) if column == "plugin" else contextlib.nullcontext(),
+        inductor_ext.enable(*own) if (own := LOWERINGS.get(column)) else contextlib.nullcontext(),
         torch.autograd.set_multithreading_enabled(False),  # a capture sees one thread
     ):
         yield

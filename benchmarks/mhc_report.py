@@ -13,6 +13,7 @@ from benchmarks import common
 from benchmarks import mhc_cases as cases_of
 from benchmarks.mhc_cases import COLUMNS, STAGES, Case
 
+MINE = ("ours", "plugin", "plugin_fused")
 KEYS = ("stage", "tokens", "hidden", "column")
 FIELDS = [*KEYS, "bytes", "us", "net_us", "percent", "chain_us", "first_call_s", "check", "failure"]
 
@@ -32,7 +33,7 @@ def markdown(rows: Sequence[common.Row]) -> str:
     """A table per stage: the time and percent of the bound of every column."""
     found, lines = _found(rows), []
     columns = [c for c in COLUMNS if any(r["column"] == c for r in rows)]
-    mine = [c for c in ("ours", "plugin") if c in columns]
+    mine = [c for c in MINE if c in columns]
     for stage in (s for s in STAGES if any(r["stage"] == s for r in rows)):
         heads = [*columns, *(f"compile over {c}" for c in mine if "compile" in columns)]
         lines += ["", f"## {stage}", "", f"| tokens x hidden | {' | '.join(heads)} |"]
@@ -75,7 +76,7 @@ def goals(rows: Sequence[common.Row]) -> list[str]:
             lines.append(f"- {verdict}: {name} {value:.3g}{unit} ({sign} {goal:g}{unit})")
 
     for (stage, tokens, hidden, column), row in sorted(found.items()):
-        if column not in ("ours", "plugin"):
+        if column not in MINE:
             continue
         own, at = _time(row), f"{tokens}x{hidden} {column}"
         key = tokens, hidden

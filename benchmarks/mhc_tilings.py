@@ -9,7 +9,9 @@ has to stay below 1e-5: a tiling that the compiler gets wrong shows there and no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,15 +40,34 @@ def _columns_tile(x: Any, warps: int, elements: int) -> Options:
 
 @contextlib.contextmanager
 def _replaced(module: Any, options: Options, *names: str) -> Iterator[None]:
-    """Functions of a launch module that give constants of ``options`` (which loses them)."""
+    """Constants of a launch module, and functions that give some, out of ``options``, which loses
+    them."""
     before = {name: getattr(module, name) for name in names if name in options}
-    for name in before:
-        setattr(module, name, functools.partial(lambda value, *_: value, options.pop(name)))
+    for name, old in before.items():
+        new = options.pop(name)
+        setattr(module, name, functools.partial(lambda v, *_: v, new) if callable(old) else new)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(module, name, function)
+        for name, old in before.items():
+            setattr(module, name, old)
+
+
+def _gradient(
+    options: Options, x: Any, w: Any, scale: Any, base: Any, du: Any, dpost: Any, dcomb: Any,
+    mixes: Any, sqrsum: Any, added: Any = None,
+) -> Any:  # fmt: skip
+    from inductor_ext.templates import mhc_pre_backward as module
+
+    known = {
+        "tokens": x.shape[0], "n": x.shape[1], "hidden": x.shape[2], "dtype": x.dtype,
+        "itemsize": x.element_size(), "w_dtype": w.dtype, "added": added is not None,
+    }  # fmt: skip
+    default = module.tile(**{k: known[k] for k in inspect.signature(module.tile).parameters})
+    return module.backward(
+        x, w, scale, base, mixes, sqrsum, added, du, dpost, dcomb, *V4,
+        dataclasses.replace(default, **options),
+    )  # fmt: skip
 
 
 # A kernel: its inputs at a size, its launch, bytes over H of a token, the options to try.
@@ -84,20 +105,39 @@ class Kernel:
         return (*inputs, *given)
 
 
-def _projection(options: Options, x: Any, w: Any, *_: Any) -> Any:
+@contextlib.contextmanager
+def _projection_by(options: Options, x: Any) -> Iterator[None]:
     from inductor_ext.templates import mhc_projection
 
     own = dict(options)
     with _replaced(mhc_projection, own, "block"):
-        chosen = mhc_projection.tiling(x.shape[0], x.shape[1], x.dtype) | own
-        return mhc_projection.partials(x, w, "ieee", chosen)
+        own = {"tiling": mhc_projection.tiling(x.shape[0], x.shape[1], x.dtype) | own}
+        with _replaced(mhc_projection, own, "tiling"):
+            yield
 
 
-def _fuse(options: Options, x: Any, w: Any, scale: Any, base: Any, p: Any, q: Any) -> Any:
+def _projection(options: Options, x: Any, w: Any, *_: Any) -> Any:
+    from inductor_ext.templates import mhc_projection
+
+    with _projection_by(options, x):
+        return mhc_projection.partials(x, w, "ieee")
+
+
+def _fuse(options: Options, x: Any, w: Any, scale: Any, base: Any, p: Any) -> Any:
     from inductor_ext.templates import mhc_pre
 
-    chosen = mhc_pre.apply_tile(x.shape[0], x.shape[1], x.element_size()) | options
-    return mhc_pre.fuse(x, p, q, scale, base, *V4, chosen)
+    chosen = mhc_pre.row_tile(x.shape[1], x.shape[2], x.element_size()) | options
+    return mhc_pre.fuse(x, p, scale, base, *V4, chosen)
+
+
+def _slabs(options: Options, x: Any, w: Any, scale: Any, base: Any, p: Any) -> Any:
+    """The same where somebody has the sums of squares, here none but zeros."""
+    import torch
+    from inductor_ext.templates import mhc_slabs
+
+    q = torch.zeros(1, x.shape[0], dtype=torch.float32, device=x.device)
+    chosen = mhc_slabs.slab_tile(x.shape[1], x.element_size()) | options
+    return mhc_slabs.fuse(x, p, q, scale, base, *V4, chosen)
 
 
 def _post(options: Options, x: Any, y: Any, post: Any, comb: Any) -> Any:
@@ -106,28 +146,12 @@ def _post(options: Options, x: Any, y: Any, post: Any, comb: Any) -> Any:
     return mhc_post.post(x, y, post, comb, mhc_post.tile(x.shape[1], x.element_size()) | options)
 
 
-def _post_pre(options: Options, x: Any, *rest: Any) -> Any:
-    from inductor_ext.templates import mhc_post_pre, mhc_projection
+def _pre(options: Options, x: Any, *site: Any) -> Any:
+    """Whole; options are the projection's."""
+    from inductor_ext.templates import mhc_pre
 
-    own = dict(options)
-    with _replaced(mhc_projection, own, "block"):
-        chosen = mhc_post_pre.tiling(x.shape[0], x.shape[1], x) | own
-        return mhc_post_pre.post_pre(x, *rest, *V4, "ieee", chosen)
-
-
-def _pre_bwd(
-    options: Options, x: Any, w: Any, scale: Any, base: Any, du: Any, dpost: Any, dcomb: Any,
-    mixes: Any, sqrsum: Any,
-) -> Any:  # fmt: skip
-    import dataclasses
-
-    from inductor_ext.templates import mhc_pre_backward
-
-    default = mhc_pre_backward.tile(x.shape[1], x.shape[2], x.element_size())
-    chosen = dataclasses.replace(default, **options)
-    return mhc_pre_backward.backward(
-        x, w, scale, base, mixes, sqrsum, du, dpost, dcomb, *V4, chosen
-    )
+    with _projection_by(options, x):
+        return mhc_pre.pre(x, *site, *V4, "ieee")
 
 
 def _slopes(
@@ -157,51 +181,51 @@ def _post_pre_bwd(
     options: Options, x: Any, y: Any, post: Any, comb: Any, w: Any, scale: Any, base: Any,
     dx1: Any, du: Any, dpost1: Any, dcomb1: Any, mixes: Any, sqrsum: Any, x1: Any,
 ) -> Any:  # fmt: skip
-    import dataclasses
+    from inductor_ext.templates import mhc_post_backward
 
-    from inductor_ext.templates import mhc_post_pre_backward as module
-
-    chosen = dataclasses.replace(module.tile(x.shape[1], x.shape[2], x.element_size()), **options)
-    return module.backward(
-        x, y, post, comb, x1, w, scale, base, mixes, sqrsum, dx1, du, dpost1, dcomb1, *V4, chosen
+    dx1, *rest = _gradient(
+        options, x1, w, scale, base, du, dpost1, dcomb1, mixes, sqrsum, added=dx1
     )
+    return (*mhc_post_backward.backward(x, y, post, comb, dx1), *rest)
 
 
 KERNELS = {
     "projection": Kernel("pre", 8, _projection),
     "fuse": Kernel("pre", 10, _fuse),
+    "slabs": Kernel("pre", 10, _slabs),
+    "pre": Kernel("pre", 18, _pre),
     "post": Kernel("post", 18, _post),
-    "post_pre": Kernel("post_pre", 28, _post_pre),
     "slopes": Kernel("pre_bwd", 10, _slopes),
-    "pre_bwd": Kernel("pre_bwd", 28, _pre_bwd),
+    "pre_bwd": Kernel("pre_bwd", 28, _gradient),
     "post_bwd": Kernel("post_bwd", 28, _post_bwd),
-    "post_pre_bwd": Kernel("post_pre_bwd", 48, _post_pre_bwd),
+    "post_pre_bwd": Kernel("post_pre_bwd", 64, _post_pre_bwd),
 }
+GRADIENT = [
+    *_grid(tokens=(16,), columns=(64,), ranges=(1, 2, 4), warps=(2, 4), ahead=(1, 2)),
+    *_grid(tokens=(16, 32), columns=(128,), ranges=(1, 2), warps=(4, 8), ahead=(1, 2)),
+    *_grid(tokens=(32, 64), columns=(64,), ranges=(1, 2), warps=(4,), ahead=(1, 2)),
+    *_grid(tokens=(16,), columns=(32, 64), streams=(2, 4), ranges=(2, 4, 7, 10), warps=(4,)),
+]
 TRIED = {
     "projection": [
-        *_grid(LOG=(0, 1, 2), STAGES=(2, 3, 4), num_warps=(4,), maxnreg=(None, 168)),
-        *_grid(TILES=(2,), LOG=(0, 1), STAGES=(2, 3), num_warps=(4, 8), maxnreg=(None,)),
-        *_grid(block=(128,), LOG=(0, 1, 2), STAGES=(2, 3), num_warps=(4, 8), maxnreg=(None,)),
+        *_grid(BM=(128,), GROUPS=(4, 8, 16), num_stages=(2, 3, 4), num_warps=(4, 8)),
+        *_grid(BM=(256,), GROUPS=(8, 16), num_stages=(2, 3), num_warps=(8, 16)),
+        *_grid(BM=(64,), GROUPS=(8, 32), LOG=(0, 1), num_stages=(3, 4), num_warps=(4,)),
+        *_grid(BM=(64,), GROUPS=(64, 128), LOG=(0, 1, 2), num_stages=(3, 4), num_warps=(4,)),
+        *_grid(block=(128,), GROUPS=(8, 16), num_stages=(2, 3)),
+        *_grid(BEFORE=(True, False)),
     ],
-    "fuse": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), num_warps=(4, 8)),
+    "fuse": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), STREAM=(True,), num_warps=(4, 8)),
+    "slabs": _grid(BLOCK=(512, 1024, 2048), HELD=(1, 2, 4), num_warps=(4, 8)),
+    "pre": _grid(GROUPS=(4, 8, 16, 64, 128), LOG=(0, 1), num_stages=(3, 4)),
     "post": _grid(BLOCK=(512, 1024, 2048, 4096), num_warps=(4, 8, 16)),
-    "post_pre": [
-        *_grid(LOG=(0, 1, 2), J=(1, 2, 4), num_warps=(4, 8), maxnreg=(None, 128)),
-        *_grid(block=(32, 128), LOG=(0, 1), J=(1, 2), num_warps=(4, 8), maxnreg=(None,)),
-    ],
     "slopes": [
         *_grid(warps=(1, 2, 8)),
         *_grid(threads=(1, 2, 4, 8), elements=(4, 8)),
     ],
-    "pre_bwd": [
-        *_grid(tokens=(16, 32, 64), columns=(64, 128), streams=(1, 2), ranges=(1, 2), warps=(4, 8)),
-        *_grid(tokens=(16, 32), columns=(32, 64), streams=(4,), ranges=(1, 2, 4), warps=(4, 8)),
-        *_grid(tokens=(32, 64), columns=(128, 256), streams=(1,), ranges=(4,), warps=(4, 8)),
-    ],
+    "pre_bwd": GRADIENT,
     "post_bwd": _grid(warps=(1, 2, 4, 8), elements=(4, 8)),
-    "post_pre_bwd": [
-        *_grid(tokens=(16, 32), columns=(32, 64, 128), ranges=(1, 2, 4), warps=(4, 8)),
-    ],
+    "post_pre_bwd": GRADIENT,
 }  # fmt: skip
 
 
@@ -213,8 +237,8 @@ def label(options: Options) -> str:
 def inputs_of(kernel: str, tokens: int, hidden: int) -> tuple[Any, ...]:
     """Inputs of a kernel: those of its stage and, for what follows a projection, its partials."""
     inputs = KERNELS[kernel].inputs(tokens, hidden)
-    if kernel == "fuse":
-        return (*inputs, *_projection({}, *inputs))
+    if kernel in ("fuse", "slabs"):
+        return (*inputs, _projection({}, *inputs))
     return inputs
 
 
@@ -222,7 +246,10 @@ def compile_one(kernel: str, tokens: int, hidden: int, options: tuple[tuple[str,
     """Launch once, for Triton's cache."""
     import torch
 
-    KERNELS[kernel].launch(dict(options), *inputs_of(kernel, tokens, hidden))
+    from inductor_ext.compat_launch import direct_launches
+
+    with direct_launches():
+        KERNELS[kernel].launch(dict(options), *inputs_of(kernel, tokens, hidden))
     torch.cuda.synchronize()
     return label(dict(options))
 
@@ -238,11 +265,7 @@ def truth_of(kernel: str, inputs: Sequence[Any], default: Any) -> list[Any]:
 
     if kernel == "projection":
         u = inputs[0].flatten(1)
-        totals: list[Any] = [[], []]
-        for part in u.split(512):
-            totals[0].append(part.double() @ inputs[1].double().t())
-            totals[1].append(part.double().square().sum(1))
-        return [torch.cat(t) for t in totals]
+        return [torch.cat([part.double() @ inputs[1].double().t() for part in u.split(512)])]
     return [t.double() for t in default]
 
 
@@ -268,14 +291,28 @@ def errors(got: Sequence[Any], truth: Sequence[Any]) -> tuple[float, float]:
 def measure(
     kernel: str, tokens: int, hidden: int, timer: Any, tried: Sequence[Options] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A CSV row per options of a kernel at a size, the default first."""
+    """A CSV row per options of a kernel at a size, the default first.
+
+    Launched as the operations do in eager, that is dependent on one another where a card can.
+    """
+    from inductor_ext.compat_launch import direct_launches
+
+    with direct_launches():
+        yield from _measure(
+            kernel, tokens, hidden, timer, TRIED[kernel] if tried is None else tried
+        )
+
+
+def _measure(
+    kernel: str, tokens: int, hidden: int, timer: Any, tried: Sequence[Options]
+) -> Iterator[dict[str, Any]]:
     from inductor_ext import measure
 
     inputs = inputs_of(kernel, tokens, hidden)
     truth = truth_of(kernel, inputs, results(kernel, {}, inputs))
     sets = measure.rotate(inputs)
     nbytes = KERNELS[kernel].per_hidden * hidden * tokens
-    for options in [{}, *(TRIED[kernel] if tried is None else tried)]:
+    for options in [{}, *tried]:
         row: dict[str, Any] = {"kernel": kernel, "tokens": tokens, "hidden": hidden}
         row["options"] = label(options)
         try:

@@ -1,8 +1,7 @@
 """Two layers with manifold-constrained hyper-connections (mHC) in the form of DeepSeek-V4.
 
-Ordinary model code; its import is all that concerns the plugin. What stock compiles to about 50
-kernels a layer and 95 in the backward becomes a few: the coefficients and the layer's input, the
-next residual streams, and both at once between two layers.
+Ordinary model code; its import is all that concerns the plugin. Stock compiles a training step to
+87 kernels in the forward and 278 in the backward, products aside; with the plugin it is 14 and 16.
 """
 
 import torch

@@ -159,8 +159,8 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 
 
 def capture_stream() -> torch.cuda.Stream:
-    """The stream that calls are captured on. A backward runs where its forward ran: whoever captures
-    a backward alone runs the forward there."""
+    """The stream that calls are captured on. A backward runs where its forward ran: whoever
+    captures a backward alone runs the forward there."""
     require_cuda()
     return _side_stream(torch.cuda.current_device())
 

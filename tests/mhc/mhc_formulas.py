@@ -1,7 +1,7 @@
 """The formulas of mHC once more, inputs of a realistic scale, and how results are judged.
 
-The fixture ``way`` runs a test twice: by torch functions, and by the kernels in
-Triton's interpreter.
+The fixtures ``way`` and ``every_way`` run a test by torch functions, the latter by the kernels in
+Triton's interpreter too, and with ``pytest -m gpu`` both run it by the kernels on a card.
 """
 
 import contextlib
@@ -19,13 +19,17 @@ N = 4
 EPS = 1e-6
 
 
+def launching_modules():
+    """The modules of mHC's kernels that launch some."""
+    names = [m.name for m in pkgutil.iter_modules(templates.__path__) if m.name.startswith("mhc_")]
+    modules = [importlib.import_module(f"{templates.__name__}.{name}") for name in names]
+    return [m for m in modules if hasattr(m, "wrap_triton")]
+
+
 @contextlib.contextmanager
 def kernels():
     """Within: the kernels compute on CPU tensors, in the interpreter."""
-    names = [m.name for m in pkgutil.iter_modules(templates.__path__) if m.name.startswith("mhc_")]
-    modules = [importlib.import_module(f"{templates.__name__}.{name}") for name in names]
-    launching = [m for m in modules if hasattr(m, "wrap_triton")]
-    with launches_interpreted(*launching), pytest.MonkeyPatch.context() as patch:
+    with launches_interpreted(*launching_modules()), pytest.MonkeyPatch.context() as patch:
         for module in (_mhc, _mhc_backward):
             patch.setattr(module, "kernels_apply", on_any_device)
         yield
@@ -40,11 +44,27 @@ def _seeded():
     torch.manual_seed(0)
 
 
-@pytest.fixture(name="way", params=["composed", "kernels"])
-def _way(request):
-    """By torch functions, or by the kernels."""
-    with kernels() if request.param == "kernels" else contextlib.nullcontext():
+def run(request):
+    contexts = {
+        "composed": contextlib.nullcontext, "kernels": kernels, "card": lambda: torch.device("cuda")
+    }  # fmt: skip
+    with contexts[request.param]():
         yield request.param
+
+
+CARD = pytest.param("card", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(name="way", params=["composed", CARD])
+def _way(request):
+    """By torch functions, or by the kernels on a card."""
+    yield from run(request)
+
+
+@pytest.fixture(name="every_way", params=["composed", "kernels", CARD])
+def _every_way(request):
+    """By the kernels in the interpreter as well, which take a second or more."""
+    yield from run(request)
 
 
 # --- the formulas, once more ----------------------------------------------------------------------
@@ -116,7 +136,7 @@ def parameters(n, hidden, dtype=torch.float32, columns=None):
     return w.to(dtype), scale if columns != n else scale[:1], torch.randn(columns) * 0.7
 
 
-def drawn(lead, n=N, hidden=48, dtype=torch.bfloat16):
+def drawn(lead, n=N, hidden=24, dtype=torch.bfloat16):
     """X, Y, post, comb (far from symmetric) and the parameters."""
     x = (torch.randn(*lead, n, hidden) * 1.5).to(dtype)
     y = torch.randn(*lead, hidden).to(dtype)

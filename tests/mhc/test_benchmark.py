@@ -69,8 +69,10 @@ def run(monkeypatch, *argv):
 
 @pytest.mark.usefixtures("pretended_card")
 def test_a_whole_run_and_a_merge(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(common, "plot_panels", lambda path, *rest, **_: drawn.append(path.name))
     options = ("--columns", "ours,eager", "--out", tmp_path)
-    run(monkeypatch, "--tokens", "10", "--hidden", "16", *options)
+    run(monkeypatch, "--tokens", "6", "--hidden", "16", *options)
     rows = common.read_csv(tmp_path / "mhc.csv")
     assert len(rows) == 2 * len(mhc_cases.STAGES)
     for row in rows:
@@ -84,6 +86,7 @@ def test_a_whole_run_and_a_merge(monkeypatch, tmp_path):
     run(monkeypatch, "--tokens", "4100,1", "--hidden", "8", "--stage", "post", "--name", "more",
         *options)  # fmt: skip
     run(monkeypatch, "--merge", tmp_path / "mhc.csv", tmp_path / "more.csv", "--out", tmp_path)
+    assert drawn == ["mhc.png", "more.png", "mhc.png"]
     merged = common.read_csv(tmp_path / "mhc.csv")
     assert len(merged) == len(rows) + 4
     # 18 H + 80 bytes a token, at 1e6 bytes per us.
@@ -94,7 +97,7 @@ def test_a_whole_run_and_a_merge(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("pretended_card")
-@pytest.mark.parametrize("stage", mhc_cases.STAGES)
+@pytest.mark.parametrize("stage", ["post", "post_pre_bwd"])
 def test_a_column_that_is_wrong_is_reported(monkeypatch, stage):
     case = mhc_cases.Case(stage, 9, 16)
     right = mhc_cases.ours(case.function)
@@ -119,7 +122,7 @@ def test_a_failure_is_a_row(monkeypatch):
 
 
 @pytest.mark.usefixtures("pretended_card")
-@pytest.mark.parametrize("stage", mhc_cases.STAGES)
+@pytest.mark.parametrize("stage", ["pre", "post_pre_bwd"])
 def test_the_truth_in_chunks_is_that_of_all_tokens(monkeypatch, stage):
     case = mhc_cases.Case(stage, 14, 16)
     inputs = mhc_cases.draw(case)
@@ -144,11 +147,11 @@ def test_the_bytes_are_those_of_the_tensors():
 
 
 @pytest.mark.usefixtures("pretended_card")
-@pytest.mark.parametrize("kernel", mhc_tilings.KERNELS)
+@pytest.mark.parametrize("kernel", ["fuse", "slabs", "pre_bwd"])
 def test_tilings_launch_the_kernels_and_compare(monkeypatch, tmp_path, kernel):
     monkeypatch.setattr(mhc_tilings, "TRIED", {k: v[1:2] for k, v in mhc_tilings.TRIED.items()})
     with kernels():
-        run(monkeypatch, "--tilings", "--tokens", "3", "--hidden", "40", "--kernel", kernel,
+        run(monkeypatch, "--tilings", "--tokens", "3", "--hidden", "16", "--kernel", kernel,
             "--out", tmp_path)  # fmt: skip
     default, other = common.read_csv(tmp_path / "mhc_tilings.csv")
     assert default["options"] == "default" != other["options"]
@@ -161,12 +164,11 @@ def test_a_tiling_that_is_wrong_shows(monkeypatch):
     right = mhc_tilings.KERNELS["projection"].launch
 
     def launch(options, *inputs):
-        p, q = right(options, *inputs)
-        return p * (1 + 1e-4 * bool(options)), q
+        return right(options, *inputs) * (1 + 1e-4 * bool(options))
 
     monkeypatch.setattr(mhc_tilings.KERNELS["projection"], "launch", launch)
     with kernels():
-        default, other = mhc_tilings.measure("projection", 3, 40, Timer(1), [{"LOG": 1}])
+        default, other = mhc_tilings.measure("projection", 3, 16, Timer(1), [{"LOG": 1}])
     assert default["error"] < 1e-5 < other["error"]
 
 

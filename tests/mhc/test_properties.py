@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parent))
 from mhc_formulas import (  # noqa: F401
     EPS,
     N,
+    _every_way,
     _seeded,
     _way,
     collapse,
@@ -46,8 +47,7 @@ def gain(combs):
 
 
 def test_the_gain_of_60_layers_is_bounded_where_plain_hc_explodes(way):
-    tokens, hidden = 3, 32
-    depth = 60 if way == "composed" else 15  # the interpreter takes half a second a layer
+    tokens, hidden, depth = 3, 32, 60
     x = torch.randn(tokens, N, hidden).bfloat16()
     y = torch.zeros(tokens, hidden).bfloat16()
     combs, plain = [], []
@@ -58,7 +58,7 @@ def test_the_gain_of_60_layers_is_bounded_where_plain_hc_explodes(way):
         plain.append(torch.eye(N) + torch.tanh(mixes[:, 2 * N :]).unflatten(-1, (N, N)))
         x = ops.mhc_post(x, y, torch.ones(tokens, N), comb)
         combs.append(comb)
-    assert gain([c[0] for c in plain]) > (100 if depth == 60 else 2)
+    assert gain([c[0] for c in plain]) > 100
     for t in range(tokens):
         assert 0.99 < gain([c[t] for c in combs]) <= 1.6
     # A mix of means: the streams come together and keep the size of their mean.
@@ -76,7 +76,7 @@ def test_columns_sum_to_one_and_rows_nearly(way, n):
     torch.testing.assert_close(more.sum(-1), torch.ones(5, n), rtol=0, atol=1e-4)
 
 
-def test_a_transposed_mix_is_far_away(way):
+def test_a_transposed_mix_is_far_away(every_way):
     x, y, post, comb, w, scale, base = drawn((6,))
     own = ops.mhc_post(x, y, post, comb).double()
     truth = ref_post(*in_fp64((x, y, post, comb)))
@@ -145,8 +145,8 @@ def test_every_constant_is_where_the_formula_has_it(way, options):
     judge(ops.mhc_head, ref_head, x, w[:N].contiguous(), scale[:1], base[:N], **some)
 
 
-@pytest.mark.parametrize("options", [VARIANTS["v4"], VARIANTS["other constants"]], ids=["v4", "o"])
-def test_the_gradients_know_every_constant(way, options):
+def test_the_gradients_know_every_constant(every_way):
+    options = VARIANTS["other constants"]
     x, y, post, comb, w, scale, base = drawn((5,))
     judge_gradients(ops.mhc_pre, ref_pre, (x, w, scale, base), **options)
     judge_gradients(ops.mhc_post_pre, ref_post_pre, (x, y, post, comb, w, scale, base), **options)
@@ -154,7 +154,7 @@ def test_the_gradients_know_every_constant(way, options):
     judge_gradients(ops.mhc_head, ref_head, (x, w[:N].contiguous(), scale[:1], base[:N]), **some)
 
 
-@pytest.mark.parametrize("n, hidden", [(2, 1), (4, 3), (8, 17), (4, 257)])
+@pytest.mark.parametrize("n, hidden", [(2, 1), (8, 17), (4, 257)])
 def test_odd_sizes(way, n, hidden):
     for tokens in (1, 3):
         x, y, post, comb, w, scale, base = drawn((tokens,), n, hidden)
@@ -186,7 +186,7 @@ def test_a_huge_residual(way):
     judge_gradients(ops.mhc_post, ref_post, (x, y, post, comb))
 
 
-def test_rows_of_zeros(way):
+def test_rows_of_zeros(every_way):
     """r is 1 / sqrt(eps) there, and z 0: the gates are those of the base alone."""
     x, y, post, comb, w, scale, base = drawn((4,))
     x[1] = 0
@@ -200,8 +200,8 @@ def test_rows_of_zeros(way):
     judge_gradients(ops.mhc_post_pre, ref_post_pre, (x, 0 * y, post, comb, w, scale, base))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_in_its_token_and_is_eagers(way, value):
+@pytest.mark.parametrize("value", [-math.inf])
+def test_what_is_not_finite_stays_in_its_token_and_is_eagers(every_way, value):
     x, y, post, comb, w, scale, base = drawn((5,))
     args = (x, y, post, comb, w, scale, base)
     clean = ops.mhc_post_pre(*args)

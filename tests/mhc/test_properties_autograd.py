@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parent))
 from mhc_formulas import (  # noqa: F401
     EPS,
     N,
+    _every_way,
     _seeded,
     _way,
     drawn,
@@ -32,8 +33,8 @@ from mhc_formulas import (  # noqa: F401
 # --- autograd and transforms ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (3,), (1, 3)], ids=str)
-def test_outputs_that_nobody_uses(way, used):
+@pytest.mark.parametrize("used", [(0,), (1, 3)], ids=str)
+def test_outputs_that_nobody_uses(every_way, used):
     args = drawn((4,))
     seeds = [s if i in used else None for i, s in enumerate(seeds_of(ref_post_pre, args))]
     judge_gradients(ops.mhc_post_pre, ref_post_pre, args, seeds)
@@ -74,7 +75,7 @@ def test_autocast_changes_nothing(way):
     args = drawn((4,))
     seeds = seeds_of(ref_post_pre, args)
     plain, grads = ops.mhc_post_pre(*args), gradients(ops.mhc_post_pre, args, seeds)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(args[0].device.type, torch.bfloat16):
         cast = ops.mhc_post_pre(*args)
         leaves = [a.detach().requires_grad_() for a in args]
         outs = ops.mhc_post_pre(*leaves)
@@ -104,8 +105,8 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_and_their_gradients_by_differences(name):
     args = [a.requires_grad_() for a in small(name)]
-    assert torch.autograd.gradcheck(FUNCTIONS[name], args)
-    assert torch.autograd.gradgradcheck(FUNCTIONS[name], args)
+    assert torch.autograd.gradcheck(FUNCTIONS[name], args, fast_mode=True)
+    assert torch.autograd.gradgradcheck(FUNCTIONS[name], args, fast_mode=True)
 
 
 def test_gradients_of_gradients_of_a_16_bit_residual(way):

@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from mhc_formulas import (  # noqa: F401
     N,
+    _every_way,
     _seeded,
     _way,
     drawn,
@@ -29,20 +30,19 @@ from mhc_formulas import (  # noqa: F401
 
 # --- shapes and memory ----------------------------------------------------------------------------
 
-LEADS = [(), (1,), (2, 3), (1, 1, 1, 5), (3, 0), (0,)]
+LEADS = [(), (2, 1, 3), (3, 0)]
 
 
 @pytest.mark.parametrize("lead", LEADS, ids=str)
-def test_leading_dimensions(way, lead):
+def test_leading_dimensions(every_way, lead):
     x, y, post, comb, w, scale, base = drawn(lead)
     u, p, c = ops.mhc_pre(x, w, scale, base)
     assert (u.shape, p.shape, c.shape) == (y.shape, post.shape, comb.shape)
     assert (u.dtype, p.dtype, c.dtype) == (x.dtype, torch.float32, torch.float32)
-    judge(ops.mhc_pre, ref_pre, x, w, scale, base)
-    judge(ops.mhc_post, ref_post, x, y, post, comb)
-    judge(ops.mhc_post_pre, ref_post_pre, x, y, post, comb, w, scale, base)
+    args = (x, y, post, comb, w, scale, base)
+    judge(ops.mhc_post_pre, ref_post_pre, *args, iters=2)
     assert ops.mhc_head(x, w[:N].contiguous(), scale[:1], base[:N]).shape == y.shape
-    judge_gradients(ops.mhc_post_pre, ref_post_pre, (x, y, post, comb, w, scale, base))
+    judge_gradients(ops.mhc_post_pre, ref_post_pre, args, iters=2)
 
 
 def test_no_tokens_have_gradients_of_zeros(way):
@@ -87,12 +87,12 @@ def test_inputs_of_any_layout(way, which):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=f"gradient, {name}")
 
 
-def test_incoming_gradients_of_any_layout(way):
+def test_incoming_gradients_of_any_layout(every_way):
     args = drawn((2, 3), hidden=16)
     seeds = seeds_of(ref_post_pre, args, iters=2)
     straight = gradients(ops.mhc_post_pre, args, seeds, iters=2)
     layouts = [list(strided(s)) for s in seeds]
-    for kind in range(4):
+    for kind in (2,) if every_way == "kernels" else range(4):
         given = [layout[kind][1] for layout in layouts]
         leaves = [a.detach().requires_grad_() for a in args]
         got = torch.autograd.grad(ops.mhc_post_pre(*leaves, iters=2), leaves, given)
@@ -113,23 +113,21 @@ def test_gradients_that_come_expanded(way):
     assert equal(got, plain)
 
 
-def test_one_stream_expanded_to_all(way):
+def test_one_stream_expanded_to_all(every_way):
     """The first layer: a broadcast, whose gradient is the sum over the streams."""
     _, y, post, comb, w, scale, base = drawn((5,))
-    h = torch.randn(5, 48).bfloat16()
+    h = torch.randn(5, 24).bfloat16()
 
     def first(fn):
-        return lambda h, *rest: fn(h.unsqueeze(-2).expand(5, N, 48), *rest)
+        return lambda h, *rest: fn(h.unsqueeze(-2).expand(5, N, 24), *rest)
 
-    judge(first(ops.mhc_pre), first(ref_pre), h, w, scale, base)
-    judge(first(ops.mhc_post), first(ref_post), h, y, post, comb)
     judge_gradients(
         first(ops.mhc_post_pre), first(ref_post_pre), (h, y, post, comb, w, scale, base)
     )
-    one = torch.randn(1, N, 48).bfloat16()  # and a token expanded
+    one = torch.randn(1, N, 24).bfloat16()  # and a token expanded
 
     def tokens(fn):
-        return lambda x, *rest: fn(x.expand(5, N, 48), *rest)
+        return lambda x, *rest: fn(x.expand(5, N, 24), *rest)
 
     judge_gradients(tokens(ops.mhc_pre), tokens(ref_pre), (one, w, scale, base))
 
