@@ -285,8 +285,9 @@ def program(case: Case, column: str) -> Callable[..., Any] | None:
     compiled = torch.compile(own, mode=mode, dynamic=False)
 
     def call(*args: Any) -> Any:
-        # A kept graph's backward may not give its buffers away.
-        with torch._functorch.config.patch(donated_buffer=case.kind != "bwd"):
+        # A kept graph's backward may not give its buffers away, which no cache key knows.
+        own = {"donated_buffer": False, "enable_autograd_cache": False}
+        with torch._functorch.config.patch(own if case.kind == "bwd" else {}):
             return compiled(*args)
 
     return call

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inductor_ext.lowerings import mhc_post
 
 import inductor_ext
 
@@ -13,8 +14,9 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 
 @pytest.fixture(autouse=True)
-def clean_setting():
+def clean_setting(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(mhc_post, "LEAST_BYTES", 0)
     names = ("mhc_pre", "mhc_post", "mhc_post_pre")
     with inductor_ext.config.patch(strict=True), inductor_ext.enable(*names):
         yield

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from inductor_ext.lowerings import mhc_post
 from mhc_programs import edited, judge_all, post_inputs, with_gradients
 
 from benchmarks import mhc_forms
@@ -168,6 +169,13 @@ def test_what_differs_is_left_alone(name):
     program = edited(fn, *post_inputs())
     assert program.operations == []
     assert program.left == reasons
+
+
+def test_few_streams_are_left_to_stock(monkeypatch):
+    monkeypatch.setattr(mhc_post, "LEAST_BYTES", 2**20)
+    program = edited(named(mhc_forms.POST["deepseek"]), *post_inputs())
+    assert program.operations == []
+    assert program.left == ["so few streams are mixed by stock as fast"]
 
 
 def test_attention_over_four_tokens_is_no_site():
