@@ -72,13 +72,26 @@ def test_readme_times_by_tokens_are_the_measured_ones() -> None:
         assert [cell.strip() for cell in cells.split("|")] == measured, tokens
 
 
+def _times(name: str) -> set[str]:
+    """The times of a results file, as a table has them."""
+    with (ROOT / "benchmarks/results" / name).open() as f:
+        cells = [v for row in csv.DictReader(f) for k, v in row.items() if k.endswith("us") and v]
+    return {text for v in cells for text in (f"{float(v):.0f}", f"{float(v):.3g}")}
+
+
 def test_readme_times_of_losses_are_the_measured_ones() -> None:
-    """Each number of the table is a time in the results, in us."""
-    table = re.findall(
-        r"^\| [\w -]+ \|((?: (?:\d+|-) \|)+)$", _section("Softmax and cross entropy"), re.M
-    )
-    with (ROOT / "benchmarks/results/cross_entropy.csv").open() as f:
-        rows = [row for row in csv.DictReader(f) if row["case"] == "8192x128256"]
-    times = {f"{float(v):.0f}" for row in rows for k, v in row.items() if k.endswith("_us") and v}
-    cells = [cell.strip() for line in table for cell in line.strip("|").split("|")]
-    assert len(table) == 8 and set(cells) <= {"-", *times}
+    """Each line: two times in us and their ratio, for two sizes."""
+    pair = r" (\d+) \| (\d+) \| ([\d.]+)x \|"
+    table = re.findall(rf"^\|.*?\|{pair}{pair}$", _section("Softmax and cross entropy"), re.M)
+    times = _times("cross_entropy.csv") | _times("cross_entropy_spellings.csv")
+    assert len(table) == 16
+    for line in table:
+        for stock, plugin, ratio in (line[:3], line[3:]):
+            assert {stock, plugin} <= times
+            assert float(ratio) == pytest.approx(int(stock) / int(plugin), rel=6e-3)
+
+
+def test_readme_times_of_mhc_are_the_measured_ones() -> None:
+    number = r"([\d.]+)(?: \([\d.]+x\))?"
+    table = re.findall(rf"^\|.*\| \d+ x \d+ \| {number} \| {number} \|.*\|$", _section("mHC"), re.M)
+    assert len(table) == 8 and {t for pair in table for t in pair} <= _times("mhc.csv")
