@@ -1,9 +1,8 @@
 """The loss of a language model: hidden states to vocabulary, next token, z-loss; and its backward.
 
-Ordinary training code. Two lines concern the plugin: its import, and ``enable`` for a lowering that
-is off until it has been timed on a card. The logits of the program as written are 2 GB in the
-forward and again in the backward; what is compiled makes them a chunk at a time, with the gradients
-of the hidden states and of the head.
+Ordinary training code; one line concerns the plugin, its import. The logits of the program as
+written are 2 GB in the forward and again in the backward; what is compiled makes loss, and the
+gradients of the hidden states and of the head, while it has them.
 """
 
 import torch
@@ -78,5 +77,4 @@ def without_a_card() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    inductor_ext.enable("linear_cross_entropy")
     on_a_card() if torch.cuda.is_available() else without_a_card()
