@@ -143,7 +143,13 @@ def _rewrite(
 
 def rewrite_linear(graph: Any) -> None:
     """The pass that takes linear layers in front of a loss, before the other."""
-    _rewrite(graph, LINEAR, _emit_linear, "chunks", "its logits are made a chunk at a time")
+    _rewrite(
+        graph,
+        LINEAR,
+        _emit_linear,
+        "one chunk",
+        "its gradients are made while its logits are there",
+    )
 
 
 def rewrite(graph: Any) -> None:

@@ -40,7 +40,11 @@ def decided(code):
 def check_chunks(code, gradients):
     """One operation in the forward, nothing but scaling in the backward, logits nowhere."""
     (found,) = decided(code)
-    assert (found.lowering, found.fired, found.chosen) == ("linear_cross_entropy", True, "chunks")
+    assert (found.lowering, found.fired, found.chosen) == (
+        "linear_cross_entropy",
+        True,
+        "one chunk",
+    )
     assert re.findall(r"inductor_ext\.(\w+)\.default\(", code.forward) == [
         "linear_rows_and_gradient"
     ]
@@ -194,7 +198,7 @@ def test_more_logits_than_one_chunk_holds_are_kept():
 
 def test_each_has_its_own_switch():
     args = meta(B, T, H), meta(V, H), meta(B, T, dtype=torch.long)
-    for name, chosen in (("linear_cross_entropy", "chunks"), ("fused_loss", "one sweep")):
+    for name, chosen in (("linear_cross_entropy", "one chunk"), ("fused_loss", "one sweep")):
         with registry.only(name):
             (found,) = decided(compile_for("h200", plain, *args, grad=True))
         assert (found.lowering, found.chosen) == (name, chosen)
