@@ -71,7 +71,7 @@ def _pointwise(fn: Callable[..., int]) -> Callable[[Reader, Any], Entries | None
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) < 1:
             return None
         operands = [a for a in node.args if isinstance(a, (torch.fx.Node, int, float))]
-        if len(operands) != len(node.args):
+        if len(operands) != len(node.args) or len(operands) > 2:
             return None
         aligned = _aligned(reader, node, operands)
         if aligned is None:

@@ -171,10 +171,13 @@ def _same(reader: Reader, node: Any) -> Entries | None:
     return reader.of(node.args[0])
 
 
+_KNOWN = (*NARROW, torch.float32, torch.float64)
+
+
 def _cast(reader: Reader, node: Any) -> Entries | None:
     entries = reader.of(node.args[0])
     before, after = node.args[0].meta["val"], node.meta["val"]
-    if entries is None or before.device != after.device or not after.is_floating_point():
+    if entries is None or before.device != after.device or after.dtype not in _KNOWN:
         return None
     if after.dtype in NARROW and before.dtype != after.dtype:
         return Entries(reader.rounded(entries.array, node), entries.lead, entries.wide)

@@ -237,6 +237,8 @@ class _Site:
         result = self.shadow.first[self.result]
 
         def coefficient(program: Program, node: Any, sizes: list[int]) -> Any:
+            if node.target == "contiguous":
+                node = node.args[0]  # any strides will do
             node = program.sized(node, [*lead, *sizes])
             if value(node).dtype in (torch.float32, torch.bfloat16):
                 return node

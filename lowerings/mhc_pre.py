@@ -8,6 +8,7 @@ off the graph. The model's head (``mhc_head``), which has no other gates, is fou
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -31,6 +32,7 @@ from inductor_ext.lowerings.mhc_sites import (
 from inductor_ext.lowerings.mhc_terms import NARROW, Entries, Terms
 
 from inductor_ext import compat, registry, shadow
+from inductor_ext.shadow import value_of
 
 NAME = "mhc_pre"
 _COLUMNS = {n * (n + 2) for n in STREAMS}
@@ -179,6 +181,12 @@ class _Site:
         return best
 
 
+def _check_eps(*values: float) -> None:
+    wrong = [f"{v:g}" for v in values if not 0.0 <= v < math.inf]
+    if wrong:
+        raise NoSite(f"an eps is {wrong[0]}, not 0 or positive")
+
+
 def _match(site: _Site, columns: int) -> Replacement | None:
     """The replacement of a site; None where nothing looks like one. Raises NoSite."""
     whole = columns in _COLUMNS and columns == site.n * (site.n + 2)
@@ -199,6 +207,7 @@ def _match(site: _Site, columns: int) -> Replacement | None:
     if len(offsets) != 1 or parsed[0][0] != 1.0:
         raise NoSite("the pre gates are not sigmoid + eps")
     logits = site.logits([a for _, _, a in parsed])
+    _check_eps(parsed[0][1], logits[0].rms_eps)
     comb = site.comb()
     post = site.post(pre)
     if comb is None or post is None:
@@ -206,9 +215,12 @@ def _match(site: _Site, columns: int) -> Replacement | None:
             missing = "matrix of a Sinkhorn loop" if comb is None else "second group of gates"
             raise NoSite(f"no {missing} was found")
         return _replace_head(site, u, logits, parsed[0][1])
+    _check_eps(comb[4])
     posts = [site.gates.sigmoid(t) for t in post[1]]
     if len({m for m, _, _ in posts}) != 1 or any(o != 0.0 for _, o, _ in posts):
         raise NoSite("the post gates are not a multiple of a sigmoid")
+    if not 0.0 < posts[0][0] < math.inf:
+        raise NoSite(f"the multiplier of the post gates is {posts[0][0]:g}, not positive")
     groups = (
         logits,
         site.logits([a for _, _, a in posts]),
@@ -253,7 +265,10 @@ def _weight(program: Program, rows: Any, norm_weight: Any) -> Any:
     w = program.rows(rows)
     if norm_weight is None:
         return w
-    return program.call(operator.mul, w, program.call("reshape", norm_weight, -1))
+    weight, width = program.call("reshape", norm_weight, -1), value_of(w).shape[1]
+    if value_of(weight).shape[0] != width:  # the first of several layers' in one tensor
+        weight = program.call(operator.getitem, weight, slice(0, width))
+    return program.call(operator.mul, w, weight)
 
 
 def _inside(site: _Site, outputs: set[Any]) -> set[Any]:
@@ -297,6 +312,8 @@ def _replace(
     operands = _operands(site, groups)
     rows, scales, bases, norm_weight, rms_eps = operands
     x = _program_node(site, site.x)
+    if compat.in_aot_mode() and not all(map(compat.is_static, site.reader.lead_sizes)):
+        raise NoSite("a package would call Python for any number of tokens")
 
     def emit(program: Program) -> Any:
         w = _weight(program, rows, norm_weight)

@@ -13,6 +13,7 @@ from inductor_ext.lowerings import mhc_arithmetic as _arithmetic  # noqa: F401  
 from inductor_ext.lowerings.mhc_entries import Reader, aten, shape_of
 
 from inductor_ext import compat, compat_fx, compat_pre_grad, report
+from inductor_ext.ops import _mhc  # noqa: F401  (a program out of a cache calls the operations)
 from inductor_ext.shadow import Shadow, value_of
 
 STREAMS = (2, 4, 8)
@@ -28,6 +29,8 @@ def streams_of(node: Any) -> tuple[int, int] | None:
     tensor = node.meta["val"]
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2 or tensor.dtype not in DTYPES:
         return None
+    if compat_pre_grad.fake_mode_of(tensor) is None:
+        return None  # a tensor of another kind (a DTensor), for which the operations have no rules
     n, hidden = shape_of(node)[-2:]
     if not compat.is_static(n) or not compat.is_static(hidden) or int(n) not in STREAMS:
         return None
@@ -42,7 +45,8 @@ def _below(node: Any) -> Any:
         return None
     source = node.args[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
-    return source if before == after or torch.promote_types(before, after) == after else None
+    exact = before in DTYPES and after in (torch.float32, torch.float64)
+    return source if before == after or exact else None
 
 
 _SAME_NUMBERS = {
@@ -127,9 +131,7 @@ def fired(lowering: str, chosen: str, site: str, reason: str) -> None:
 
 
 def operation(name: str) -> Any:
-    """An operation of ``ops._mhc``, which is imported where a site is found and not before."""
-    from inductor_ext.ops import _mhc  # noqa: F401
-
+    """An operation of ``ops._mhc``."""
     return getattr(torch.ops.inductor_ext, name).default
 
 
@@ -213,8 +215,18 @@ class Program:
         return parts[0] if len(parts) == 1 else self.call(torch.cat, parts)
 
     def shaped(self, node: Any, like: Any) -> Any:
-        """``node`` in the shape of another node."""
-        return self.sized(node, value_of(like).shape)
+        """``node`` in the shape of another node, and laid out so that what can be viewed of that
+        one can be viewed of it."""
+        node = self.sized(node, value_of(like).shape)
+        own, wanted = value_of(node), value_of(like)
+        if own.dim() < 2 or own.stride() == wanted.stride():
+            return node
+        if wanted.is_contiguous():
+            return node if own.is_contiguous() else self.call("contiguous", node)
+        if wanted.mT.is_contiguous() and not own.mT.is_contiguous():
+            turned = self.call("contiguous", self.call("transpose", node, -1, -2))
+            return self.call("transpose", turned, -1, -2)
+        return node
 
     def sized(self, node: Any, wanted: Any) -> Any:
         own = value_of(node).shape
@@ -246,6 +258,9 @@ def program_node(shadow: Shadow, leaf: Any) -> Any:
     node = shadow.first.get(leaf)
     if node is None:
         raise NoSite("an input is computed inside a function of torch")
+    tensor = value_of(node)
+    if compat_pre_grad.fake_mode_of(tensor) is None:
+        raise NoSite(f"{node.name} is a {type(tensor).__name__}")
     if shadow.is_mutated(leaf):
         raise NoSite(f"{node.name} is written to in this graph")
     return node

@@ -42,7 +42,8 @@ def _values(core: Core) -> tuple[Any, bool] | None:
         return (user, False) if _only(shifted, exp) and _only(exp, core.total, user) else None
     if user.target is aten.log.default:
         y = _one(user)
-        if y is not None and y.target is aten.sub.Tensor and y.args == (shifted, user):
+        plain = y is not None and y.target is aten.sub.Tensor and not y.kwargs  # no alpha
+        if plain and y.args == (shifted, user):
             return (y, True) if _only(shifted, exp, y) and _only(exp, core.total) else None
     return None
 

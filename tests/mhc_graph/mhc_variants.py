@@ -218,4 +218,20 @@ REFUSED = {
         "no sum of gates times streams, rounded once, was found",
     ),
     "streams written to": (build(collapse=in_place), None),
+    "negative eps": (
+        build(pre_gate=lambda z: torch.sigmoid(z) - 0.5),
+        "an eps is -0.5, not 0 or positive",
+    ),
+    "negative multiplier": (
+        build(post_gate=lambda z: torch.sigmoid(z) * -2),
+        "the multiplier of the post gates is -2, not positive",
+    ),
+    "a multiplied difference": (
+        build(pre_gate=lambda z: torch.rsub(torch.sigmoid(z), 1.0, alpha=-2.0)),
+        "no sum of gates times streams, rounded once, was found",
+    ),
+    "gates in 8 bits": (
+        build(pre_gate=lambda z: pre_gate(z).to(torch.float8_e5m2).float()),
+        "no sum of gates times streams, rounded once, was found",
+    ),
 }

@@ -1,12 +1,16 @@
 """Which spellings of a pre are recognised, what is read off them, what is left alone and why."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+import torch.nn.functional as F
 from mhc_programs import edited, judge_all, pre_inputs, with_gradients
-from mhc_variants import ACCEPTED, REFUSED, build, gates_of, loop, rms
+from mhc_variants import ACCEPTED, REFUSED, build, gates_of, loop, normalise, rms
 
 from benchmarks import mhc_forms
-from inductor_ext.testing import compile_for
+from inductor_ext.testing import compile_for, package_for
 
 
 def options(program):
@@ -134,6 +138,60 @@ def test_a_first_residual_of_equal_streams():
     program = edited(first, *args)
     assert program.operations == ["mhc_pre"]
     judge_all(with_gradients(program.run(first), args), first, args)
+
+
+def test_a_turned_matrix_can_be_viewed_as_in_eager():
+    """[out, in] is a view of the operation's [in, out]."""
+
+    def viewed(x, w, scale, base):
+        u, post, comb = build(lambda z: normalise(z.softmax(-2) + 1e-6, -1))(x, w, scale, base)
+        return u, post, comb.view(2, 5, 16)
+
+    args = pre_inputs()
+    program = edited(viewed, *args)
+    assert program.operations == ["mhc_pre"]
+    judge_all(with_gradients(program.run(viewed), args), viewed, args)
+
+
+def test_a_norms_weight_among_those_of_other_layers():
+    def first(x, w, scale, base, weights):
+        wide = x.flatten(-2).float()
+        mixes = F.linear(wide * rms(wide) * weights[0], w)
+        return gates_of(mixes, x, wide, scale, base)[1:]
+
+    args = [*pre_inputs(), torch.rand(3, 256).add(0.5).requires_grad_()]
+    program = edited(first, *args)
+    assert program.operations == ["mhc_pre"]
+    judge_all(with_gradients(program.run(first), args), first, args)
+
+
+def test_streams_in_8_bits_are_no_error():
+    def narrow(x, w, scale, base):
+        wide = x.flatten(-2).float().to(torch.float8_e4m3fn).float()
+        return gates_of(F.linear(wide, w) * rms(wide), x, wide, scale, base)[1:]
+
+    assert edited(narrow, *(t.detach() for t in pre_inputs()), grad=False).operations == []
+
+
+def test_a_program_out_of_a_cache_finds_the_operations():
+    """Passes in front of AOTAutograd do not run where its cache holds the program."""
+    code = "import inductor_ext, torch; torch.ops.inductor_ext.mhc_pre_of_any_size.default"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.codegen
+def test_a_package_of_any_number_of_tokens_calls_no_python():
+    class Layer(torch.nn.Module):
+        def forward(self, x, w, scale, base):
+            return build(loop(1))(x, w, scale, base)
+
+    size = torch.export.Dim("tokens", min=2, max=64)
+    shapes = ({1: size}, None, None, None)
+    args = (t.detach() for t in pre_inputs())
+    package = package_for("h200", Layer(), *args, dynamic_shapes=shapes)
+    assert "of_any_size" not in package.source
+    decision = package.decisions[0]
+    assert decision.reason == "a package would call Python for any number of tokens"
 
 
 def test_inference_is_a_site_too():

@@ -39,7 +39,9 @@ def confident(x, y, most):
 
 
 def taken(code):
-    return [d.lowering for d in code.decisions if d.fired and d.chosen in ("one sweep", "one chunk")]
+    return [
+        d.lowering for d in code.decisions if d.fired and d.chosen in ("one sweep", "one chunk")
+    ]
 
 
 def as_eager(fn, *inputs, rtol=2e-5, atol=2e-6):
