@@ -50,12 +50,13 @@ def test_other_dtypes_and_leading_dimensions(dtype, judged):
     assert chosen(judged(log_softmax, [torch.randn(2, 3, V).to(dtype)])) == ["softmax_forward"]
 
 
-def test_twice_the_log_of_the_sum_is_no_log_softmax(judged):
+def test_twice_the_log_of_the_sum_is_no_log_softmax():
     def doubled(x):
         shifted = x - x.amax(-1, keepdim=True)
         return torch.sub(shifted, shifted.exp().sum(-1, keepdim=True).log(), alpha=2)
 
-    assert chosen(judged(doubled, [torch.randn(N, V)])) != ["softmax_forward"]
+    code = compile_for("h200", doubled, torch.empty(8192, 32768, device="meta"))
+    assert "softmax_forward" not in code.source
 
 
 def left(x):
