@@ -12,7 +12,7 @@ import torch
 from inductor_ext.lowerings import mhc_arithmetic as _arithmetic  # noqa: F401  (adds rules)
 from inductor_ext.lowerings.mhc_entries import Reader, aten, shape_of
 
-from inductor_ext import compat, compat_fx, compat_pre_grad, report
+from inductor_ext import compat, compat_fx, compat_pre_grad, registry, report
 from inductor_ext.ops import _mhc  # noqa: F401  (a program out of a cache calls the operations)
 from inductor_ext.shadow import Shadow, value_of
 
@@ -318,15 +318,23 @@ def apply(shadow: Shadow, graph: Any, found: list[Replacement]) -> list[Replacem
         if len(kept) == len(ready):
             break
         ready = kept
-    if ready:
-        mode = compat_pre_grad.fake_mode_of(value_of(ready[0].inputs[0]))
+    if not ready:
+        return []
+    done = []
+    mode = compat_pre_grad.fake_mode_of(value_of(ready[0].inputs[0]))
+    try:
         with compat_pre_grad.replaying(mode):
             program = Program(graph)
             for replacement in ready:
-                _edit(shadow, program, replacement)
+                try:
+                    _edit(shadow, program, replacement)
+                    done.append(replacement)
+                except Exception as error:  # what it had put in has no users
+                    registry.failed(replacement.lowering, replacement.site, error)
+    finally:
         graph.lint()
         graph.owning_module.recompile()
-    return ready
+    return done
 
 
 # What an export puts behind conversions: of tensors that are known, which need no check.

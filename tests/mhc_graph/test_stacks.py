@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.utils.checkpoint
+from inductor_ext.lowerings import mhc_sites
 from mhc_programs import edited, judge_all, post_inputs, pre_inputs, with_gradients
 from mhc_variants import build, loop
 
@@ -42,6 +43,30 @@ def test_every_site_of_a_stack(form, dynamic):
 def test_each_is_switched_off_alone(off, expected):
     with inductor_ext.disable(off):
         assert edited(stack(layers=1), tokens(2, 5)).operations == expected
+
+
+def twice(x, y, post, comb):
+    return mhc_forms.deepseek_post(mhc_forms.deepseek_post(x, y, post, comb), y, post, comb)
+
+
+def test_a_failure_at_one_site_leaves_the_others(monkeypatch):
+    edit, failures = mhc_sites._edit, []
+
+    def broken(seen, program, replacement):
+        if replacement.lowering == "mhc_post" and not failures:
+            failures.append(replacement)
+            program.before(replacement.place)
+            replacement.emit(program)
+            raise ValueError("broken")
+        edit(seen, program, replacement)
+
+    monkeypatch.setattr(mhc_sites, "_edit", broken)
+    args = post_inputs(dtype=torch.float32)
+    warned = pytest.warns(UserWarning, match="mhc_post failed at .*broken")
+    with inductor_ext.config.patch(strict=False), warned:
+        program = edited(twice, *args)
+    assert program.operations.count("mhc_post") == 2  # one of them without a user
+    judge_all(with_gradients(program.run(twice), args), twice, args)
 
 
 def boundary(x, y, post, comb, w, scale, base):
