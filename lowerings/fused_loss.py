@@ -4,8 +4,8 @@ In a joint graph, where forward and backward are one, the gradient of cross entr
 ignored rows, smoothing, z-loss, softcap, scale, in any spelling) is the incoming number g times
 something that is known while a row of logits is on the card. So one operation reads the logits once
 and writes that; the backward multiplies it by g, which moves nothing where g is 1. Stock reads the
-logits twice more. Where nothing but the loss reads the logits of a linear layer, they are not even
-kept whole.
+logits twice more. Where nothing but the loss reads the logits of a linear layer, their memory
+becomes their gradient's.
 
 Rows that are ignored get a gradient of 0 whatever they hold, also where eager multiplies NaN by 0.
 That of another row whose maximum is infinite or NaN is NaN, as that of a softmax is; the gradient

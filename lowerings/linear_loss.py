@@ -1,7 +1,8 @@
-"""Losses of a linear layer's outputs, whose logits are never kept whole.
+"""Losses of a linear layer's outputs, whose logits exist in one operation only.
 
-Where logits are h W^T + bias and nothing but the loss reads them, one operation makes them a chunk
-of rows at a time, and with them the loss's statistics and the gradients of h, W and bias.
+Where logits are h W^T + bias and nothing but the loss reads them, one operation makes them, and in
+their memory their gradient, with the loss's statistics and the gradients of h, W and bias. More
+logits than it makes at once are left: it would take chunks of rows, which are slower than stock.
 """
 
 from __future__ import annotations
