@@ -109,3 +109,52 @@ def test_stock_is_kept_where_it_wins():
     assert decision.source == "measured" and decision.chosen == "stock" and not decision.fired
     assert all(c.us is not None for c in decision.candidates), decision.candidates
     assert measure.check(out, x.double() @ w.double(), x @ w).ok
+
+
+@torch.library.custom_op("inductor_ext_gpu_test::sums", mutates_args=())
+def sums(x: torch.Tensor) -> torch.Tensor:
+    return x.float().sum(1)
+
+
+sums.register_fake(lambda x: x.new_empty(x.shape[0], dtype=torch.float32))
+
+
+def whole_rows(x):
+    return x.float().sum(1)
+
+
+def in_pieces(x):
+    """Many programs per row: ahead for few rows, one more kernel for many."""
+    return x.float().reshape(x.shape[0], 64, -1).sum(2).sum(1)
+
+
+def test_ranges_of_a_size_are_measured_where_none_are_given():
+    register_custom_op_autotuning(
+        sums,
+        configs=[CustomOpConfig(whole_rows), CustomOpConfig(in_pieces)],
+        dispatch_on={"tensor_name": "x", "dim": 0, "range_upper_bound": 2048},
+    )
+
+    def scaled(x):
+        return torch.ops.inductor_ext_gpu_test.sums(x) * 0.5
+
+    torch._dynamo.reset()
+    program = torch.compile(scaled)
+
+    def rows_of(rows):
+        x = torch.randn(rows, 4096, device="cuda").to(BF16)
+        torch._dynamo.mark_dynamic(x, 0)
+        return x
+
+    again = torch._inductor.config.patch(fx_graph_cache=False)
+    with again, report.collect() as decisions:
+        program(rows_of(16))
+    (decision,) = (d for d in decisions if "sums" in d.lowering)
+    assert decision.source == "measured", decision
+    times = {c.name: c.us for c in decision.candidates}
+    assert all(times[name] for name in ("whole_rows", "in_pieces", "stock")), decision
+    edges = {e for r in decision.ranges for e in (r.lo, r.hi) if e is not None and 2 <= e < 4096}
+    for rows in sorted({2, 3, 2048, 2049, *edges}):
+        x = rows_of(rows)
+        assert measure.check(program(x), x.double().sum(1) * 0.5, scaled(x)).ok, rows
+    print([(r.lo, r.hi, r.chosen) for r in decision.ranges], times)
