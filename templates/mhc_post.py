@@ -19,12 +19,15 @@ from .mhc_layout import divisor, load_streams, stride_divisor
 
 @triton.jit
 def mixed(x, y, post, comb, N: tl.constexpr):
-    """The N streams of X' in fp32: comb an N x N tuple, row by row as [in, out]."""
+    """The N streams of X' in fp32: comb an N x N tuple, row by row as [in, out].
+
+    Fused multiply-adds are spelled out: which of two products a compiler fuses depends on what
+    else a kernel computes, and bits with it."""
     out = ()
     for j in tl.static_range(N):
         total = post[j] * y
         for i in tl.static_range(N):
-            total += comb[i * N + j] * x[i]
+            total = tl.fma(tl.broadcast_to(comb[i * N + j], x[i].shape), x[i], total)
         out = out + (total,)
     return out
 
