@@ -109,6 +109,23 @@ def _described(op_name: str, p: Problem, rowwise: bool) -> choosing.Problem:
     )
 
 
+def measure_of(op_name: str) -> choosing.Measure:
+    """How a product is measured: on random operands whose product has entries around 1, as models
+    have them. Of entries around sqrt(K) an exponential behind it would overflow, and a right
+    candidate would seem wrong."""
+    first = {"addmm": "mat1", "baddbmm": "batch1"}.get(op_name, "self")
+    return choosing.Measure(input_gen_fns={first: _contracted})
+
+
+def _contracted(fake: Any) -> torch.Tensor:
+    """Random, with deviation 1 / sqrt(K) for [..., K]."""
+    x = compat_ir.random_like(fake, fake.device)
+    with compat_ir.no_fake_mode():
+        memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+        memory.mul_(max(x.shape[-1], 1) ** -0.5)  # x may be expanded
+    return x
+
+
 def _lower(op_name: str, p: Problem) -> Any:
     """IR of C where splitting K is chosen, None where stock stays."""
     site = f"{op_name} {p}"
@@ -157,6 +174,7 @@ def _lower(op_name: str, p: Problem) -> Any:
         heuristic,
         key=f"{site} {matching.consumers_key()}",
         problem=problem or _described(op_name, p, rowwise),
+        measure=measure_of(op_name),
     )
 
 
@@ -205,7 +223,7 @@ def _sizes(position: int, node: Any) -> dispatch.Sensitivity | None:
     )
 
     def measured(timer: Any) -> MeasuredSite:
-        return MeasuredSite(NAME, site, described, (), choosing.Measure(), timer, node)
+        return MeasuredSite(NAME, site, described, (), measure_of(name), timer, node)
 
     key = f"{described.key} {site} {matching.consumers_key(node)}"
     return measured_ranges.in_autotune_mode(measured, by_rule, key)

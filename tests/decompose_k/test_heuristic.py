@@ -5,6 +5,8 @@ import math
 import re
 
 import pytest
+import torch
+from inductor_ext.lowerings import decompose_k
 from inductor_ext.lowerings.decompose_k_tilings import split_size, tilings, worth_it
 from inductor_ext.templates import decompose_k as kernels
 
@@ -112,3 +114,16 @@ def test_worth_it_only_grows_with_k_and_shrinks_with_the_output():
 def test_reasons_are_sentences_with_the_numbers():
     reason = worth_it(16, 1024, 2048, 1, 2, H200_SMS)
     assert re.search(r"K=2048 .*4096", reason)
+
+
+@pytest.mark.parametrize(
+    ("op", "first"), [("mm", "self"), ("addmm", "mat1"), ("baddbmm", "batch1")]
+)
+def test_products_that_are_measured_have_entries_around_one(op, first):
+    """Else an exponential behind them overflows, and what is right would be judged wrong."""
+    make = decompose_k.measure_of(op).input_gen_fns[first]
+    dense = torch.empty(64, 4096)
+    for fake in (dense.bfloat16(), torch.empty(4096, 64).t(), dense[:1].expand(8, -1)):
+        x = make(fake)
+        assert x.shape == fake.shape and x.stride() == fake.stride() and x.dtype == fake.dtype
+        assert 0.8 < (x.float() @ torch.randn(4096, 32)).std() < 1.25
