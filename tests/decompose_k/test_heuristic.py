@@ -121,9 +121,10 @@ def test_reasons_are_sentences_with_the_numbers():
 )
 def test_products_that_are_measured_have_entries_around_one(op, first):
     """Else an exponential behind them overflows, and what is right would be judged wrong."""
+    torch.manual_seed(0)
     make = decompose_k.measure_of(op).input_gen_fns[first]
     dense = torch.empty(64, 4096)
     for fake in (dense.bfloat16(), torch.empty(4096, 64).t(), dense[:1].expand(8, -1)):
         x = make(fake)
         assert x.shape == fake.shape and x.stride() == fake.stride() and x.dtype == fake.dtype
-        assert 0.8 < (x.float() @ torch.randn(4096, 32)).std() < 1.25
+        assert 0.8 < (x.float() @ torch.randn(4096, 512)).std() < 1.25

@@ -157,4 +157,3 @@ def test_ranges_of_a_size_are_measured_where_none_are_given():
     for rows in sorted({2, 3, 2048, 2049, *edges}):
         x = rows_of(rows)
         assert measure.check(program(x), x.double().sum(1) * 0.5, scaled(x)).ok, rows
-    print([(r.lo, r.hi, r.chosen) for r in decision.ranges], times)
