@@ -11,7 +11,7 @@ A word is 64 bits: the number of the call in the upper half, 32 bits of state in
 and writer need no order between them, and no word needs to be cleared: the workspace is zeroed
 once, and the last program of a call leaves it ready for the next.
 
-Workspace, in int64 words: [0] next ticket, [1] calls so far, [2] programs that are done, [3] unused,
+Workspace, in int64 words: [0] next ticket, [1] calls so far, [2] programs that are done, [3] none,
 then the words of the levels.
 """
 

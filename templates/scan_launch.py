@@ -27,19 +27,22 @@ GROUP = 128  # words of one lane that are read at once
 @dataclass(frozen=True)
 class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
-    0 where a program scans all of its lanes."""
+    0 where a program scans all of its lanes. ``ascending``: a reversed scan turns a tile around
+    in registers, else in its addresses."""
 
     lanes: int
     time: int
     warps: int
     group: int = 0
+    ascending: bool = True
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. ``arguments``: by the entry's names, "x0_ptr" and so on for tensors as the tensor's
-    slot ("x0", "y0", "workspace"), numbers as they are. ``workspace``: int64 words, zero before the
-    first launch, which later launches may use again one after the other."""
+    """One launch. ``arguments``: by the entry's names; "x0_ptr" and so on for tensors, as the slot
+    of a tensor ("x0", "y0", "workspace"), numbers as they are. ``workspace``: int64 words, zero
+    before the
+    the first launch, which later launches may use again one after the other."""
 
     kernel: Any
     grid: tuple[Size, int, int]
@@ -145,7 +148,7 @@ def plan(
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
-    layout = scan_text.Layout(axis, len(lane_dims), kinds, bool(choice.group))
+    layout = scan_text.Layout(axis, len(lane_dims), kinds, bool(choice.group), choice.ascending)
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace"}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
     names = [f"x{i}" for i in range(len(program.inputs))]

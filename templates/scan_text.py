@@ -30,14 +30,16 @@ TYPES = {"int1": "int1", "int32": "int32", "fp32": "float32", "int64": "int64", 
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors lie. ``axis``: that of the time in a tile. ``lane_sizes``: whether there is a
-    number for each lane dimension but the outermost. ``strides``: per tensor (inputs, then outputs)
-    the kinds of its strides along the time and the lane dimensions: 0, 1, or None for an argument."""
+    """How tensors lie. ``axis``: that of the time in a tile. ``lane_dims``: how many numbers make
+    a lane's. ``strides``: per tensor (inputs, then outputs) the kinds of its strides along the time
+    and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
+    cut among programs. ``ascending``: a reversed scan's tile is in the order of memory."""
 
     axis: int
     lane_dims: int
     strides: tuple[tuple[int | None, ...], ...]
     shared: bool
+    ascending: bool
 
 
 def words_of(program: Program) -> int:
@@ -157,31 +159,31 @@ def _folded(program: Program, axis: int) -> str:
 
 def _tile(program: Program, layout: Layout) -> str:
     """From tile ``k``'s inputs to scanned states ``s0, ...`` of the tile alone."""
+    ascending = not program.reverse or layout.ascending
     lines = []
-    if program.reverse:  # in the order of memory, so that accesses are wide
-        lines.append("start = length - (k + 1) * size")
-        lines.append("t = k * size + (TIME - 1 - time)")
+    if program.reverse and ascending:
+        lines += ["at = length - (k + 1) * size + time", "t = length - 1 - at"]
     else:
-        lines.append("start = k * size")
-        lines.append("t = start + time")
-    lines.append("inside = live & (t < length)")
+        lines.append("t = k * size + time")
+        lines.append("at = length - 1 - t" if program.reverse else "at = t")
+    there = "(at >= 0)" if program.reverse else "(at < length)"
+    lines.append(f"inside = live & {there}")
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
-        parts = ["(start + time)", *(f"i{j}" for j in range(layout.lane_dims))]
+        parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
         limits = [] if all(kind == 0 for kind in kinds[1:]) else ["live"]
         if kinds[0] != 0:
-            limits.append("(t < length)")
-        if given.shift:
-            back = given.shift
-            moved = -back if not program.reverse else back
-            parts[0] = f"(start + time {'+' if moved > 0 else '-'} {abs(moved)})"
-            limits.append(f"(t >= {back})" if back > 0 else f"(t < length - {-back})")
+            limits.append(there)
+        ahead = given.shift if program.reverse else -given.shift  # in memory
+        if ahead:
+            parts[0] = f"(at {'+' if ahead > 0 else '-'} {abs(ahead)})"
+            limits.append(f"(at < length - {ahead})" if ahead > 0 else f"(at >= {-ahead})")
         masked = f", {' & '.join(limits)}, other={given.fill}" if limits else ""
         offset = _offset(f"x{i}", kinds, parts)
         lines.append(f"x{i} = tl.load(x{i}_ptr + ({offset}){masked})")
     lines.append(program.produce)
     for i, kind in enumerate(program.states):
         lines.append(f"s{i} = tl.broadcast_to(s{i}.to(tl.{TYPES[kind]}), inside.shape)")
-    lines.append(_scanned(program, layout.axis, program.reverse))
+    lines.append(_scanned(program, layout.axis, program.reverse and ascending))
     return "\n".join(lines)
 
 
@@ -197,15 +199,20 @@ def _after(program: Program, before: str, there: str) -> str:
 def _stores(program: Program, layout: Layout) -> str:
     lines = [program.consume]
     first = len(program.inputs)
-    parts = ["(start + time)", *(f"i{j}" for j in range(layout.lane_dims))]
+    parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
     for i in range(len(program.outputs)):
         offset = _offset(f"y{i}", layout.strides[first + i], parts)
         lines.append(f"tl.store(y{i}_ptr + ({offset}), y{i}, inside)")
     return "\n".join(lines)
 
 
+def _end(program: Program, layout: Layout) -> str:
+    """Where a tile's last state is."""
+    return "time == 0" if program.reverse and layout.ascending else "time == TIME - 1"
+
+
 def _looped(program: Program, layout: Layout) -> str:
-    where = "time == 0" if program.reverse else "time == TIME - 1"
+    where = _end(program, layout)
     start = "\n".join(
         f"c{i} = tl.zeros(lane.shape, tl.{TYPES[kind]})" for i, kind in enumerate(program.states)
     )
@@ -223,47 +230,50 @@ for k in range(0, tl.cdiv(length, TIME)):
 
 
 def _shared(program: Program, layout: Layout) -> str:
-    where = "time == 0" if program.reverse else "time == TIME - 1"
+    where = _end(program, layout)
     p, e, u = (_leaves(prefix, program) for prefix in "peu")
     wheres = "\n".join(f"p{i} = tl.where(some, m{i}, u{i})" for i in range(len(program.states)))
     ahead = f"""{_leaves("m", program)} = combine({u}, {p})
 {wheres}
 some = True"""
-    if layout.axis:
-        place = ["lane * tiles", "lane * groups", "lane * supers", "1", "1", "1"]
-    else:
-        place = ["lane", "lane", "lane", "lanes", "lanes", "lanes"]
-    at0, at1, at2, step0, step1, step2 = place
+    at0, at1, at2 = (
+        ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
+    )
+    step = "1" if layout.axis else "lanes"
     same = "\n".join(f"p{i} = e{i}\nu{i} = e{i}" for i in range(len(program.states)))
     swap = "\n".join(f"u{i} = tl.where(w == 0, v{i}, m{i})" for i in range(len(program.states)))
     return f"""{_tile(program, layout)}
 {_last(program, "e", where, layout.axis)}
 groups = tl.cdiv(tiles, GROUP)
 supers = tl.cdiv(groups, GROUP)
-plane = lanes.to(tl.int64) * (tiles + groups + supers)
+plane = lanes * (tiles + groups + supers)
 words = workspace + 4
-words1 = words + lanes.to(tl.int64) * tiles
-words2 = words1 + lanes.to(tl.int64) * groups
+words1 = words + lanes * tiles
+words2 = words1 + lanes * groups
 group = k // GROUP
 above = group // GROUP
-publish(words, plane, {at0} + k * {step0}, live, call, {e})
+publish(words, plane, {at0} + k * {step}, live, call, {e})
 {same}
 some = False
 if k % GROUP > 0:
-    {p} = folded(words, plane, {at0} + group * GROUP * {step0}, {step0}, live, call, k % GROUP, GROUP)
+    first = {at0} + group * GROUP * {step}
+    {p} = folded(words, plane, first, {step}, live, call, k % GROUP, GROUP)
     some = True
     if k % GROUP == GROUP - 1:
         {e} = combine({p}, {e})
-        publish(words1, plane, {at1} + group * {step1}, live, call, {e})
+        publish(words1, plane, {at1} + group * {step}, live, call, {e})
 if group % GROUP > 0:
-    {u} = folded(words1, plane, {at1} + above * GROUP * {step1}, {step1}, live, call, group % GROUP, GROUP)
+    first = {at1} + above * GROUP * {step}
+    {u} = folded(words1, plane, first, {step}, live, call, group % GROUP, GROUP)
     if (k % GROUP == GROUP - 1) & (group % GROUP == GROUP - 1):
         {e} = combine({u}, {e})
-        publish(words2, plane, {at2} + above * {step2}, live, call, {e})
+        publish(words2, plane, {at2} + above * {step}, live, call, {e})
 {_indented(ahead)}
 if above > 0:
     for w in range(0, above, GROUP):
-        {_leaves("v", program)} = folded(words2, plane, {at2} + w * {step2}, {step2}, live, call, tl.minimum(above - w, GROUP), GROUP)
+        first = {at2} + w * {step}
+        count = tl.minimum(above - w, GROUP)
+        {_leaves("v", program)} = folded(words2, plane, first, {step}, live, call, count, GROUP)
         {_leaves("m", program)} = combine({u}, {_leaves("v", program)})
 {_indented(swap, 8)}
 {_indented(ahead)}
@@ -274,10 +284,11 @@ finish(workspace, call, tl.num_programs(0))"""
 
 def _head(layout: Layout) -> str:
     lane, time = ("[:, None]", "[None, :]") if layout.axis else ("[None, :]", "[:, None]")
+    lines = ["size = tl.full([], TIME, tl.int64)"]
     if not layout.shared:
-        lines = ["block = tl.program_id(0).to(tl.int64)"]
+        lines += ["block = tl.program_id(0).to(tl.int64)"]
     else:
-        lines = ["ticket, call = begin(workspace)", "tiles = tl.cdiv(length, TIME)"]
+        lines += ["ticket, call = begin(workspace)", "tiles = tl.cdiv(length, size)"]
         if layout.axis:  # a row's tiles follow one another in memory
             lines += ["block = ticket // tiles", "k = ticket % tiles"]
         else:  # lanes do
@@ -286,7 +297,6 @@ def _head(layout: Layout) -> str:
     lines.append(f"lane = block * LANES + tl.arange(0, LANES){lane}")
     lines.append("live = lane < lanes")
     lines.append(f"time = tl.arange(0, TIME){time}")
-    lines.append("size = tl.full([], TIME, tl.int64)")
     rest = "lane"
     for i in reversed(range(1, layout.lane_dims)):
         lines.append(f"i{i} = {rest} % n{i}")
