@@ -91,3 +91,25 @@ def tensor_meta(tensor: torch.Tensor) -> Any:
     from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
     return _extract_tensor_metadata(tensor)
+
+
+def functional_graph(fn: Any, tensors: Any, decompose: bool = False) -> Any:
+    """``fn`` of tensors as a graph of aten operations that write nothing; ``fn`` may take gradients.
+    ``decompose``: what torch takes apart for every compiler is taken apart."""
+    from torch._decomp import core_aten_decompositions
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(fn)(*tensors)
+    functional = torch.func.functionalize(traced, remove="mutations")
+    table = core_aten_decompositions() if decompose else {}
+    return make_fx(functional, decomposition_table=table)(*tensors).graph
+
+
+def known_number(tensor: Any) -> Any:
+    """The number that a tensor of one element holds; None where it is not known while compiling."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1:
+        return None
+    tensor = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    return None if tensor is None else tensor.item()
