@@ -101,7 +101,7 @@ def _grad_of_x(ctx: Any, g: Tensor | None) -> Tensor | None:
         return scanned(g, resets, "sum", ctx.dim, not ctx.reverse, ctx.exclusive, ctx.x_dtype)
     if torch.is_grad_enabled() or under_functorch():  # create_graph, batched gradients
         return gradients.gradient(g, x, y, resets, ctx.op, *order)
-    return _backward(g, x, y, resets, ctx.op, *order)  # type: ignore[no-any-return]
+    return _backward(g, x, y, resets, ctx.op, *order)
 
 
 def _grad(ctx: Any, g: Any) -> Any:
@@ -158,14 +158,14 @@ def scan(
         dtype: of the result; x is converted where it is read. By default int64 for a sum or product
             of integers or bools, else that of x.
 
-    Returns y in the shape of x, for "cummax" and "cummin" (y, positions along ``dim``, int64). As in
-    torch a NaN wins, the later one of equals is taken, and integers wrap around; "later" is along
-    the scan. 16-bit floats are accumulated in fp32 and rounded once.
+    Returns y in the shape of x; for "cummax" and "cummin" (y, positions along ``dim``, int64). As
+    in torch a NaN wins, the later one of equals is taken, and integers wrap around; "later" is
+    along the scan. 16-bit floats are accumulated in fp32 and rounded once.
 
     Gradients of x for floats, each one scan the other way: of a product without division, so that
     zeros are right; of a maximum or minimum to the element that was taken, without atomics; of a
-    logsumexp by factors of at most 1, 0 where x is -inf. Those of gradients are composed of the same
-    operations. A size of 0 is fine.
+    logsumexp by factors of at most 1, 0 where x is -inf. Those of gradients are composed of the
+    same operations. A size of 0 is fine.
 
     Raises ValueError or TypeError for what does not fit.
     """

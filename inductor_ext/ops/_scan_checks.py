@@ -33,13 +33,14 @@ def checked_dim(name: str, x: Tensor, dim: int) -> int:
 
 def result_dtype(x: Tensor, op: str, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of the result, after a check of both dtypes."""
-    known = FLOATS if op == "logsumexp" else (*FLOATS, *INTS, torch.bool)
+    known: tuple[torch.dtype, ...] = FLOATS
+    known = known if op == "logsumexp" else (*FLOATS, *INTS, torch.bool)
     if x.dtype not in known:
         raise TypeError(f"x is expected to be one of {_names(known)} for {op}, got {x.dtype}")
     if dtype is None:
         whole = not x.dtype.is_floating_point
         return torch.int64 if whole and op in ("sum", "prod") else x.dtype
-    known = FLOATS if op == "logsumexp" else (*FLOATS, *INTS)
+    known = tuple(d for d in known if d != torch.bool)
     if dtype not in known:
         raise TypeError(f"dtype is expected to be one of {_names(known)} for {op}, got {dtype}")
     return dtype
