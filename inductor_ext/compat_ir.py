@@ -275,6 +275,26 @@ def inline(gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str
     return out
 
 
+def scan(combine: Callable[..., Any], xs: Sequence[Any], dim: int, reverse: bool) -> Sequence[Any]:
+    """Inductor's scan of several leaves: ``combine`` of 2k tensors at a position gives k."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    aten = torch.ops.aten
+    with V.fake_mode:
+        fakes = [torch.empty((), dtype=x.get_dtype(), device=x.get_device()) for x in (*xs, *xs)]
+    subgraph = ir.Subgraph(name="combine", graph_module=trace(combine, fakes).gm)
+    front = [dim, *(d for d in range(len(xs[0].get_size())) if d != dim)]
+    moved = [call(aten.permute.default, x, front) for x in xs]
+    if reverse:
+        moved = [call(aten.flip.default, x, [0]) for x in moved]
+    ys = call(torch.ops.higher_order.associative_scan, subgraph, moved, ())
+    if reverse:
+        ys = [call(aten.flip.default, y, [0]) for y in ys]
+    back = [front.index(d) for d in range(len(front))]
+    return [call(aten.permute.default, y, back) for y in ys]
+
+
 # --- nested compiles ------------------------------------------------------------------------------
 
 
