@@ -123,6 +123,8 @@ class _Edit:
     def apply(self) -> None:
         self.program.before(self.scan)
         items = [u for u in self.scan.users if u.target is operator.getitem]
+        for item in items:
+            self._forget_unused(item)
         used = {item.args[1] for item in items if item.users}
         results = self._recurrence(used) or self._scan(used)
         for item in items:
@@ -130,6 +132,14 @@ class _Edit:
                 self._use(item, results[item.args[1]])
             self.graph.erase_node(item)
         self.graph.erase_node(self.scan)
+
+    def _forget_unused(self, item: Any) -> None:
+        """``torch.associative_scan`` turns and moves every result, wanted or not."""
+        for user in list(item.users):
+            if _is_flip(user) or user.target is torch.movedim:
+                self._forget_unused(user)
+                if not user.users:
+                    self.graph.erase_node(user)
 
     def _scan(self, used: set[int]) -> dict[int, Any]:
         whole = self.program.call(SCAN, self.xs, self.text, self.dim, self.reverse)
@@ -181,6 +191,8 @@ def lower_scan(xs: Any, combine: str, dim: int, reverse: bool) -> Any:
         return None
     wide = [compat_ir.to_dtype(x, texts.wide(x.get_dtype())) for x in xs]
     ys = compat_ir.scan(texts.read(combine, len(xs)), wide, dim, reverse)
+    if ys is None:
+        return None
     return [compat_ir.to_dtype(y, x.get_dtype()) for x, y in zip(xs, ys, strict=True)]
 
 
