@@ -41,8 +41,7 @@ class Tiling:
 class Launch:
     """One launch. ``arguments``: by the entry's names; "x0_ptr" and so on for tensors, as the slot
     of a tensor ("x0", "y0", "workspace"), numbers as they are. ``workspace``: int64 words, zero
-    before the
-    the first launch, which later launches may use again one after the other."""
+    before the first launch, which later launches may use again one after the other."""
 
     kernel: Any
     grid: tuple[Size, int, int]
