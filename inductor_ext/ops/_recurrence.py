@@ -10,8 +10,10 @@ from torch import Tensor
 from inductor_ext.compat import under_functorch
 from inductor_ext.ops import _scan_checks as checks
 from inductor_ext.ops import _scan_composed as composed
+from inductor_ext.ops import _scan_programs as programs
 from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import beside
+from inductor_ext.templates.scan_launch import launch
 
 # --- operations -----------------------------------------------------------------------------------
 
@@ -19,7 +21,11 @@ from inductor_ext.ops._rows import beside
 @opaque_op("inductor_ext::linear_recurrence")
 def _recurrence(a: Tensor, b: Tensor, h0: Tensor | None, dim: int, reverse: bool) -> Tensor:
     h = _result(b)
-    h.copy_(composed.recurrence(a, b, h0, dim, reverse))
+    if programs.kernels_apply(b):
+        program = programs.recurrence(b.dtype, h0 is not None, reverse)
+        launch(program, [a, b, *_along(h0, b, dim)], [h], dim)
+    else:
+        h.copy_(composed.recurrence(a, b, h0, dim, reverse))
     return h
 
 
@@ -34,6 +40,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """(da, db) of the incoming gradient g of h."""
     da, db = _result(h), _result(h)
+    if programs.kernels_apply(h):
+        program = programs.recurrence_backward(h.dtype, g.dtype, h0 is not None, reverse)
+        launch(program, [g, a, h, *_along(h0, h, dim)], [da, db], dim)
+        return da, db
     for own, found in zip((da, db), _gradients(g, a, h, h0, dim, reverse), strict=True):
         own.copy_(found)
     return da, db
@@ -44,6 +54,11 @@ def _(
     g: Tensor, a: Tensor, h: Tensor, h0: Tensor | None, dim: int, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     return _result(h), _result(h)
+
+
+def _along(h0: Tensor | None, h: Tensor, dim: int) -> list[Tensor]:
+    """h0 in the shape of h, without memory of its own."""
+    return [] if h0 is None else [h0.unsqueeze(dim).expand(h.shape)]
 
 
 def _result(like: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ from inductor_ext.compat import under_functorch
 from inductor_ext.ops import _scan_checks as checks
 from inductor_ext.ops import _scan_composed as composed
 from inductor_ext.ops import _scan_gradients as gradients
+from inductor_ext.ops import _scan_programs as programs
 from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import beside
+from inductor_ext.templates.scan_launch import launch
 
 # --- operations -----------------------------------------------------------------------------------
 # ``resets``: flags of x's shape, True where a segment begins, in the order of memory, also in
@@ -25,7 +27,11 @@ def _scan(
     dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
     y = _result(x, op, dtype)
-    y.copy_(composed.scan(x, resets, op, dim, reverse, exclusive, y.dtype))
+    if programs.kernels_apply(x):
+        program = programs.scan(x.dtype, resets is not None, op, reverse, exclusive, y.dtype)
+        launch(program, _given(x, resets), [y], dim)
+    else:
+        y.copy_(composed.scan(x, resets, op, dim, reverse, exclusive, y.dtype))
     return y
 
 
@@ -42,9 +48,15 @@ def _scan_with_index(
     x: Tensor, resets: Tensor | None, op: str, dim: int, reverse: bool, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     values, index = _result(x, op, None), torch.empty_like(x, dtype=torch.int64)
-    found = composed.scan_with_index(x, resets, op, dim, reverse, exclusive)
-    values.copy_(found[0])
-    index.copy_(found[1])
+    if programs.kernels_apply(x):
+        program = programs.scan(
+            x.dtype, resets is not None, op, reverse, exclusive, x.dtype, programs.is_short(x, dim)
+        )
+        launch(program, _given(x, resets), [values, index], dim)
+    else:
+        found = composed.scan_with_index(x, resets, op, dim, reverse, exclusive)
+        values.copy_(found[0])
+        index.copy_(found[1])
     return values, index
 
 
@@ -62,7 +74,14 @@ def _backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of x from that of y, for all operations but sum."""
     dx = torch.empty_like(y, dtype=x.dtype)
-    dx.copy_(gradients.gradient(g, x, y, resets, op, dim, reverse, exclusive))
+    if programs.kernels_apply(x):
+        program = programs.scan_backward(
+            g.dtype, x.dtype, y.dtype, resets is not None, op, reverse, exclusive
+        )
+        inputs = programs.scan_backward_inputs(g, x, y, resets, op, exclusive)
+        launch(program, inputs, [dx], dim)
+    else:
+        dx.copy_(gradients.gradient(g, x, y, resets, op, dim, reverse, exclusive))
     return dx
 
 
@@ -72,6 +91,10 @@ def _(
     exclusive: bool,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(y, dtype=x.dtype)
+
+
+def _given(x: Tensor, resets: Tensor | None) -> list[Tensor]:
+    return [x] if resets is None else [x, resets]
 
 
 def _result(x: Tensor, op: str, dtype: torch.dtype | None) -> Tensor:
@@ -96,12 +119,13 @@ def _grad_of_x(ctx: Any, g: Tensor | None) -> Tensor | None:
     if g is None:
         return None
     x, y, resets = ctx.saved_tensors
+    op = {"cummax": "max", "cummin": "min"}.get(ctx.op, ctx.op)
     order = ctx.dim, ctx.reverse, ctx.exclusive
     if ctx.op == "sum":
         return scanned(g, resets, "sum", ctx.dim, not ctx.reverse, ctx.exclusive, ctx.x_dtype)
     if torch.is_grad_enabled() or under_functorch():  # create_graph, batched gradients
-        return gradients.gradient(g, x, y, resets, ctx.op, *order)
-    return _backward(g, x, y, resets, ctx.op, *order)
+        return gradients.gradient(g, x, y, resets, op, *order)
+    return _backward(g, x, y, resets, op, *order)
 
 
 def _grad(ctx: Any, g: Any) -> Any:

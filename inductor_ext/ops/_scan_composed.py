@@ -80,6 +80,8 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _combined(op: str, early: Sequence[Tensor], late: Sequence[Tensor]) -> list[Tensor]:
+    if op == "affine":
+        return [early[0] * late[0], late[0] * early[1] + late[1]]
     if op in _COMBINE:
         return [_COMBINE[op](early[0], late[0])]
     later = _takes_later(op, early[0], late[0])
@@ -132,19 +134,23 @@ def _scan(
         wide = shifted(wide, dim, 1, identity_of(op, dtype))
         if resets is not None:
             wide = wide.masked_fill(resets, identity_of(op, dtype))
-    found = _inclusive(wide, resets, op, dim)
+    found = _inclusive(wide, resets, op, dim, exclusive)
     found[0] = found[0].to(dtype)
     return [t.flip(dim) for t in found] if reverse else found
 
 
-def _inclusive(x: Tensor, resets: Tensor | None, op: str, dim: int) -> list[Tensor]:
+def _inclusive(
+    x: Tensor, resets: Tensor | None, op: str, dim: int, exclusive: bool
+) -> list[Tensor]:
+    """Of an input that is shifted already where ``exclusive``: position 0 is that of nothing."""
     with_index = op in ("cummax", "cummin")
     if resets is not None:
         leaves = [x]
         if with_index:
             length = x.shape[dim]
             along = torch.arange(length, device=x.device)
-            leaves.append(along.reshape(length, *[1] * (x.dim() - 1 - dim)).expand(x.shape))
+            along = along.reshape(length, *[1] * (x.dim() - 1 - dim)).expand(x.shape)
+            leaves.append(along.masked_fill(resets, 0) if exclusive else along)
         return _segmented(op, resets, leaves, dim)
     if op == "sum":
         return [torch.cumsum(x, dim, dtype=x.dtype)]
@@ -166,9 +172,12 @@ def recurrence(a: Tensor, b: Tensor, h0: Tensor | None, dim: int, reverse: bool)
         first = left.narrow(dim, 0, 1) * h0.to(wide).unsqueeze(dim)
         rest = right.narrow(dim, 1, right.shape[dim] - 1)
         right = torch.cat([right.narrow(dim, 0, 1) + first, rest], dim)
-
-    def combine(early: Sequence[Tensor], late: Sequence[Tensor]) -> list[Tensor]:
-        return [early[0] * late[0], late[0] * early[1] + late[1]]
-
-    h = doubled(combine, [left, right], dim)[1]
+    h = affine(left, right, None, dim)
     return (h.flip(dim) if reverse else h).to(b.dtype)
+
+
+def affine(a: Tensor, b: Tensor, resets: Tensor | None, dim: int) -> Tensor:
+    """``h_t = a_t h_(t-1) + b_t``; b_t where a segment begins, whatever came before."""
+    if resets is not None:
+        return _segmented("affine", resets, [a, b], dim)[1]
+    return doubled(lambda early, late: _combined("affine", early, late), [a, b], dim)[1]

@@ -20,7 +20,6 @@ import math
 import torch
 from torch import Tensor
 
-from inductor_ext.ops import _recurrence
 from inductor_ext.ops import _scan_composed as composed
 
 
@@ -64,9 +63,10 @@ def _forward(
         own = taken(x, Y)
         R = _group_sums(g, own if resets is None else own | resets, dim)
         return torch.where(own, R, 0)
-    c = c if resets is None else c.masked_fill(resets, 0)
-    following = composed.shifted(c, dim, -1, 0)
-    return f * _recurrence.recurrence(following, g, None, dim, True)
+    c, g, ends = (
+        None if t is None else t.flip(dim) for t in (composed.shifted(c, dim, -1, 0), g, ends)
+    )
+    return f * composed.affine(c, g, ends, dim).flip(dim)
 
 
 def _exp_of_difference(early: Tensor, late: Tensor) -> Tensor:
