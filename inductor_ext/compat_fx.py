@@ -3,10 +3,14 @@ and AOTAutograd will make of a node."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 @functools.cache
@@ -93,6 +97,12 @@ def tensor_meta(tensor: torch.Tensor) -> Any:
     return _extract_tensor_metadata(tensor)
 
 
+def apart(fn: Callable[[], Result]) -> Result:
+    """``fn()`` in a thread of its own, where nothing is being traced or differentiated."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(fn).result()
+
+
 def functional_graph(fn: Any, tensors: Any, decompose: bool = False) -> Any:
     """``fn`` of tensors as a graph of aten operations that write nothing; ``fn`` may take gradients.
     ``decompose``: what torch takes apart for every compiler is taken apart."""
@@ -113,3 +123,12 @@ def known_number(tensor: Any) -> Any:
         return None
     tensor = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     return None if tensor is None else tensor.item()
+
+
+def inductor_graph(fn: Any, tensors: Any) -> Any:
+    """``fn`` of tensors as a graph of the operations that Inductor has code for."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    trace = make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="fake")
+    return trace(*tensors).graph

@@ -92,12 +92,3 @@ def enters_autocast(target: Any) -> bool:
 
 def exits_autocast(target: Any) -> bool:
     return target is torch.amp.autocast_mode._exit_autocast
-
-
-@contextlib.contextmanager
-def real_tensors() -> Iterator[None]:
-    """Compute with real tensors inside ``replaying``."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
-        yield

@@ -84,8 +84,7 @@ def _text(graph: Any, scan: Any, xs: Sequence[Any]) -> str:
         raise texts.NotPointwise(f"its combine function reads {read.name} from outside")
     others = [None] * len(lifted)
     text = texts.write(lambda *args: list(function(*args, *others)), [leaf[0] for leaf in leaves])
-    with compat_pre_grad.real_tensors():
-        texts.jacobian(text, tuple(texts.wide(leaf.dtype) for leaf in leaves))
+    texts.jacobian(text, tuple(texts.wide(leaf.dtype) for leaf in leaves))
     return text
 
 

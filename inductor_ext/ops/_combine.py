@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inductor_ext.compat import under_functorch
+from inductor_ext.ops import _combine_programs as programs
 from inductor_ext.ops import _combine_text as texts
 from inductor_ext.ops._opaque import opaque_op
-from inductor_ext.ops._recurrence import _backward as _recurrence_backward
 from inductor_ext.ops._recurrence import recurrence
 from inductor_ext.ops._rows import beside
+from inductor_ext.templates.scan_launch import launch
+from inductor_ext.templates.scan_program import Program
 
 # --- operations -----------------------------------------------------------------------------------
 
@@ -29,9 +32,22 @@ from inductor_ext.ops._rows import beside
 @opaque_op("inductor_ext::associative_scan")
 def _scan(xs: list[Tensor], combine: str, dim: int, reverse: bool) -> list[Tensor]:
     ys = [torch.empty_like(x) for x in xs]
+    program = _program(xs, combine, reverse)
+    if program is not None:
+        launch(program, xs, ys, dim)
+        return ys
     for y, found in zip(ys, _composed(xs, combine, dim, reverse), strict=True):
         y.copy_(found)
     return ys
+
+
+def _program(xs: Sequence[Tensor], combine: str, reverse: bool) -> Program | None:
+    if not programs.kernels_apply(xs[0]):
+        return None
+    try:
+        return programs.forward(combine, tuple(x.dtype for x in xs), reverse)
+    except programs.NoProgram:
+        return None
 
 
 @_scan.register_fake
@@ -42,6 +58,40 @@ def _(xs: list[Tensor], combine: str, dim: int, reverse: bool) -> list[Tensor]:
         raise ValueError(f"expected leaves of one shape in an associative scan, got {got}")
     texts.read(combine, len(xs))
     return [torch.empty_like(x) for x in xs]
+
+
+@opaque_op("inductor_ext::associative_scan_backward")
+def _backward(
+    grads: list[Tensor], xs: list[Tensor], ys: list[Tensor], combine: str, dim: int,
+    reverse: bool, present: list[int],
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of the leaves that have one, by those of the results ``present``."""
+    dtypes = tuple(x.dtype for x in xs)
+    leaves = programs.reached(combine, dtypes, present)[1]
+    found = [torch.empty_like(xs[i]) for i in leaves]
+    if programs.kernels_apply(xs[0]):
+        made = programs.backward(
+            combine, dtypes, tuple(g.dtype for g in grads), tuple(present), reverse
+        )
+        given = {"g": dict(zip(present, grads, strict=True)), "x": xs, "y": ys}
+        launch(made.program, [given[kind][i] for kind, i in made.inputs], found, dim)
+        return found
+    rows: list[Tensor | None] = [None] * len(xs)
+    for i, grad in zip(present, grads, strict=True):
+        rows[i] = grad
+    composed = _Gradient(xs, ys, combine, dim, reverse).of_inputs(rows)
+    for own, i in zip(found, leaves, strict=True):
+        own.copy_(composed[i])  # type: ignore[arg-type]
+    return found
+
+
+@_backward.register_fake
+def _(
+    grads: list[Tensor], xs: list[Tensor], ys: list[Tensor], combine: str, dim: int,
+    reverse: bool, present: list[int],
+) -> list[Tensor]:  # fmt: skip
+    leaves = programs.reached(combine, tuple(x.dtype for x in xs), present)[1]
+    return [torch.empty_like(xs[i]) for i in leaves]
 
 
 @opaque_op("inductor_ext::no_scan_gradient")
@@ -111,8 +161,30 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _grad(ctx: Any, grads: Any) -> Any:
     k = len(ctx.saved_tensors) // 2
     xs, ys = ctx.saved_tensors[:k], ctx.saved_tensors[k:]
+    present = [i for i, g in enumerate(grads) if g is not None]
+    if _has_kernel(xs, grads, ctx.combine, ctx.reverse, present):
+        given = [grads[i] for i in present]
+        found = _backward(given, list(xs), list(ys), ctx.combine, ctx.dim, ctx.reverse, present)
+        dtypes = tuple(x.dtype for x in xs)
+        at = dict(zip(programs.reached(ctx.combine, dtypes, present)[1], found, strict=True))
+        return [at.get(i) for i in range(k)], None, None, None
     rule = _Gradient(xs, ys, ctx.combine, ctx.dim, ctx.reverse)
     return rule.of_inputs(grads), None, None, None
+
+
+def _has_kernel(
+    xs: Sequence[Tensor], grads: Sequence[Tensor | None], combine: str, reverse: bool,
+    present: Sequence[int],
+) -> bool:  # fmt: skip
+    """Whether one kernel makes the gradient; not one that will be differentiated."""
+    if not xs[0].is_cuda or torch.is_grad_enabled() or under_functorch() or not present:
+        return False
+    of = tuple(grads[i].dtype for i in present)  # type: ignore[union-attr]
+    try:
+        programs.backward(combine, tuple(x.dtype for x in xs), of, tuple(present), reverse)
+    except programs.NoProgram:
+        return False
+    return True
 
 
 def _refuse(ctx: Any, grads: Any) -> Any:
@@ -179,9 +251,9 @@ class _Gradient:
         if len(block) == 1:
             (i,), (row,) = block, rows
             entry = self.jacobian.of_a.get((i, i), 0.0)
-            if isinstance(entry, float) and entry == 0:
+            if texts.is_number(entry, 0):
                 return [row]
-            if isinstance(entry, float) and entry == 1:
+            if texts.is_number(entry, 1):
                 return [_suffix_sum(row, self.dim) if back else row.cumsum(self.dim)]
             factor = self._padded(self._entry(entry, row), behind=True)
             return [recurrence(factor.to(row.dtype), row, None, self.dim, back)]
@@ -199,7 +271,7 @@ class _Gradient:
         for (j, at), entry in self.jacobian.of_b.items():
             if at != i or j not in totals:
                 continue
-            if j == i and isinstance(entry, float) and entry == 1:
+            if j == i and texts.is_number(entry, 1):
                 whole.append(totals[i])
             else:
                 rest.append(self._times(entry, self._without_first(totals[j])))
@@ -229,7 +301,7 @@ class _Gradient:
             return torch.nn.functional.pad(x, sides)
         return torch.cat([edge, x] if ahead else [x, edge], self.dim)
 
-    def _entry(self, entry: float | int | str, like: Tensor) -> Tensor:
+    def _entry(self, entry: texts.Entry, like: Tensor) -> Tensor:
         if isinstance(entry, int):
             return self.entries[entry]
         if isinstance(entry, str):
@@ -237,9 +309,9 @@ class _Gradient:
             return self.arguments[leaf if side == "a" else leaf + len(self.xs)]
         return torch.full_like(self._without_first(like), entry)
 
-    def _times(self, entry: float | int | str, total: Tensor) -> Tensor:
+    def _times(self, entry: texts.Entry, total: Tensor) -> Tensor:
         if isinstance(entry, float):
-            return total if entry == 1.0 else total * entry
+            return total if entry == 1 else total * entry
         return total * self._entry(entry, total)
 
 

@@ -225,6 +225,14 @@ def _argument(node: ast.expr, known: dict[str, Any]) -> Any:
 # --- derivatives ----------------------------------------------------------------------------------
 
 
+Entry = float | int | str  # of a matrix of derivatives, see Jacobian
+
+
+def is_number(entry: Entry, number: float) -> bool:
+    """Whether an entry is this number everywhere."""
+    return isinstance(entry, float) and entry == number
+
+
 @dataclasses.dataclass(frozen=True)
 class Jacobian:
     """The entries of df/da and df/db that are not zero.
@@ -234,8 +242,8 @@ class Jacobian:
     text as above. Only floating-point leaves have entries.
     """
 
-    of_a: dict[tuple[int, int], float | int | str]
-    of_b: dict[tuple[int, int], float | int | str]
+    of_a: dict[tuple[int, int], Entry]
+    of_b: dict[tuple[int, int], Entry]
     text: str
     leaves: int
 
@@ -269,14 +277,17 @@ def jacobian(text: str, dtypes: tuple[torch.dtype, ...]) -> Jacobian:
                         found.append(grad)
         return found
 
-    samples = [torch.ones(2, dtype=dtype) for dtype in (*dtypes, *dtypes)]
+    def traced() -> tuple[list[Tensor], Any]:
+        samples = [torch.ones(2, dtype=dtype) for dtype in (*dtypes, *dtypes)]
+        return samples, compat_fx.functional_graph(derivatives, samples, decompose=True)
+
     try:
-        graph = compat_fx.functional_graph(derivatives, samples, decompose=True)
+        samples, graph = compat_fx.apart(traced)
     except Exception as error:
         raise NotPointwise(f"torch has no derivative of it ({error})") from error
     numbers, arguments = _fold(graph), _arguments(graph)
-    of_a: dict[tuple[int, int], float | int | str] = {}
-    of_b: dict[tuple[int, int], float | int | str] = {}
+    of_a: dict[tuple[int, int], Entry] = {}
+    of_b: dict[tuple[int, int], Entry] = {}
     computed: list[Any] = []
     for (j, i), node in zip(places, list(graph.output_node().args[0]), strict=True):
         side, place = (of_a, (j, i)) if i < k else (of_b, (j, i - k))
