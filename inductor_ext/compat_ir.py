@@ -276,8 +276,8 @@ def inline(gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str
 
 
 def scan(combine: Callable[..., Any], xs: Sequence[Any], dim: int, reverse: bool) -> Any:
-    """Inductor's scan of several leaves: ``combine`` of 2k tensors at a position gives k. None where
-    Inductor has no code for it."""
+    """Inductor's scan of k leaves: ``combine`` takes 2k tensors at a position and gives k. None
+    where Inductor has no code for it."""
     from torch._inductor import ir
     from torch._inductor.subgraph_lowering import InputDescriptor, lower_pointwise_subgraph
     from torch._inductor.virtualized import V

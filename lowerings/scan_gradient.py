@@ -59,12 +59,15 @@ def _replace(graph: Any, scan: Any) -> None:
     site = mhc_sites.describe(f"associative_scan of {len(xs)}", xs[0], value_of(xs[0]))
     try:
         text = _text(graph, scan, xs)
-    except texts.NotPointwise as reason:
-        if len(xs) > 1:
+    except Exception as error:
+        reason = str(error)
+        if not isinstance(error, texts.NotPointwise):
+            reason = f"its combine function was not understood ({type(error).__name__}: {error})"
+        if len(xs) > 1:  # torch's would be wrong
             _refuse(graph, scan, f"the gradient of this associative_scan is not known: {reason}")
-            mhc_sites.fired(NAME, "refusal", site, str(reason))
+            mhc_sites.fired(NAME, "refusal", site, reason)
         else:
-            mhc_sites.leave(NAME, site, str(reason))
+            mhc_sites.leave(NAME, site, reason)
         return
     _Edit(graph, scan, xs, text).apply()
     mhc_sites.fired(NAME, "operation", site, "its gradient is linear in the length")
@@ -74,7 +77,7 @@ def _text(graph: Any, scan: Any, xs: Sequence[Any]) -> str:
     """The combine function, checked to have a gradient. Raises NotPointwise."""
     function = getattr(graph.owning_module, scan.args[0].target)
     leaves = [value_of(x) for x in xs]
-    if len({tuple(leaf.shape) for leaf in leaves}) > 1:
+    if any(leaf.shape != leaves[0].shape for leaf in leaves):
         raise texts.NotPointwise("its leaves have several shapes")
     if any(leaf.dtype.is_complex for leaf in leaves):
         raise texts.NotPointwise("it has a complex leaf")
@@ -130,7 +133,11 @@ class _Edit:
             if item.users:
                 self._use(item, results[item.args[1]])
             self.graph.erase_node(item)
+        function = self.scan.args[0]
         self.graph.erase_node(self.scan)
+        if not function.users:  # what holds a function of its own is not cached
+            self.graph.erase_node(function)
+            self.graph.owning_module.delete_submodule(function.target)
 
     def _forget_unused(self, item: Any) -> None:
         """``torch.associative_scan`` turns and moves every result, wanted or not."""
@@ -195,6 +202,4 @@ def lower_scan(xs: Any, combine: str, dim: int, reverse: bool) -> Any:
     return [compat_ir.to_dtype(y, x.get_dtype()) for x, y in zip(xs, ys, strict=True)]
 
 
-registry.register(
-    registry.Lowering(NAME, lower={SCAN: lower_scan}, passes={"pre_grad": rewrite})
-)
+registry.register(registry.Lowering(NAME, lower={SCAN: lower_scan}, passes={"pre_grad": rewrite}))

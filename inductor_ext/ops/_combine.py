@@ -31,6 +31,7 @@ from inductor_ext.templates.scan_program import Program
 
 @opaque_op("inductor_ext::associative_scan")
 def _scan(xs: list[Tensor], combine: str, dim: int, reverse: bool) -> list[Tensor]:
+    _check(xs, combine)
     ys = [torch.empty_like(x) for x in xs]
     program = _program(xs, combine, reverse)
     if program is not None:
@@ -39,6 +40,14 @@ def _scan(xs: list[Tensor], combine: str, dim: int, reverse: bool) -> list[Tenso
     for y, found in zip(ys, _composed(xs, combine, dim, reverse), strict=True):
         y.copy_(found)
     return ys
+
+
+def _check(xs: Sequence[Tensor], combine: str) -> None:
+    for x in xs:
+        if x.shape != xs[0].shape:
+            got = f"{list(xs[0].shape)} and {list(x.shape)}"
+            raise ValueError(f"expected leaves of one shape in an associative scan, got {got}")
+    texts.read(combine, len(xs))
 
 
 def _program(xs: Sequence[Tensor], combine: str, reverse: bool) -> Program | None:
@@ -52,11 +61,7 @@ def _program(xs: Sequence[Tensor], combine: str, reverse: bool) -> Program | Non
 
 @_scan.register_fake
 def _(xs: list[Tensor], combine: str, dim: int, reverse: bool) -> list[Tensor]:
-    shapes = {tuple(x.shape) for x in xs}
-    if len(shapes) != 1:
-        got = ", ".join(str(list(s)) for s in shapes)
-        raise ValueError(f"expected leaves of one shape in an associative scan, got {got}")
-    texts.read(combine, len(xs))
+    _check(xs, combine)
     return [torch.empty_like(x) for x in xs]
 
 

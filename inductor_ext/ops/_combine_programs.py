@@ -240,8 +240,7 @@ class _Backward:
                 value = f"{self._input('g', what[1], 0)}.to({kind})"
             else:
                 value = scan_pointwise.literal(0.0, self.wides[self.active[0]])
-            # (a number alone has no tile's shape)
-            lines.append(f"s{state} = ({value}) + tl.zeros(t.shape, {kind})")
+            lines.append(f"s{state} = {value}")
         return "\n".join(lines)
 
     def _consume(self, G: dict[int, int]) -> str:
@@ -274,9 +273,7 @@ def _components(active: Sequence[int], of_a: dict[tuple[int, int], object]) -> l
     return [sorted(g) for g in groups]
 
 
-def _closed(
-    entries: Sequence[tuple[int, int, object]], size: int
-) -> list[tuple[int, int, object]]:
+def _closed(entries: Sequence[tuple[int, int, object]], size: int) -> list[tuple[int, int, object]]:
     """The places that can be other than 0 in a product of any number of such matrices."""
     places = {(row, column) for row, column, _ in entries}
     while True:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext import compat_fx
+from inductor_ext import compat, compat_fx
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -55,6 +55,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return _WIDE.get(dtype, dtype)
 
 
+def sizes(tensor: Tensor) -> tuple[Any, ...]:
+    """The shape of a tensor, its symbols as such."""
+    return tuple(compat.expr(s) for s in tensor.shape)
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
@@ -65,11 +70,15 @@ def write(combine: Callable[..., Any], slices: Sequence[Tensor]) -> str:
     graph = compat_fx.functional_graph(combine, leaves)
     results = list(graph.output_node().args[0])
     if len(results) != len(slices):
-        raise NotPointwise(f"expected {len(slices)} results of the combine function, got {len(results)}")
+        raise NotPointwise(
+            f"expected {len(slices)} results of the combine function, got {len(results)}"
+        )
     for i, (node, leaf) in enumerate(zip(results, leaves, strict=False)):
         dtype = wide(node.meta["val"].dtype)
         if dtype != leaf.dtype:
-            raise NotPointwise(f"expected leaf {i} to stay {leaf.dtype}, its combination is {dtype}")
+            raise NotPointwise(
+                f"expected leaf {i} to stay {leaf.dtype}, its combination is {dtype}"
+            )
     return _Writer(graph, leaves).text(results)
 
 
@@ -87,7 +96,7 @@ class _Writer:
     def __init__(
         self, graph: Any, leaves: Sequence[Tensor], numbers: Mapping[Any, float] | None = None
     ) -> None:
-        self.graph, self.shapes = graph, [tuple(t.shape) for t in leaves]
+        self.graph, self.shapes = graph, [*map(sizes, leaves), ()]
         self.names, self.numbers = _arguments(graph), numbers or {}
         self.lines: list[str] = []
         self._written: dict[str, str] = {}
@@ -109,7 +118,7 @@ class _Writer:
         op, value = node.target, node.meta.get("val")
         if node.op != "call_function" or not isinstance(op, torch._ops.OpOverload):
             raise NotPointwise(f"{node.format_node()} is no operation of tensors")
-        if not isinstance(value, Tensor) or tuple(value.shape) not in (*self.shapes, ()):
+        if not isinstance(value, Tensor) or sizes(value) not in self.shapes:
             raise NotPointwise(f"{op} does not give a value per position")
         if node in self.numbers or op in _FILLED:
             number = self.numbers[node] if node in self.numbers else _FILLED[op](node)
@@ -119,7 +128,7 @@ class _Writer:
             return self._line(f"_to_copy.default({self._of(source)}, dtype={_dtype(value.dtype)})")
         if op in _SAME:
             before = source.meta["val"]  # type: ignore[union-attr]
-            if before.numel() != 1 and tuple(before.shape) != tuple(value.shape):
+            if sizes(before) not in ((), sizes(value)):
                 raise NotPointwise(f"{op} moves values between positions")
             return self._of(source)
         if op.namespace != "aten" or torch.Tag.pointwise not in op.tags:
@@ -199,7 +208,9 @@ def read(text: str, leaves: int) -> torch.fx.GraphModule:
         returned = [known[r.id] for r in results if isinstance(r, ast.Name)]
         assert len(returned) == len(results)
     except (AssertionError, AttributeError, KeyError, SyntaxError, ValueError) as error:
-        raise ValueError(f"expected the text of a combine function of {leaves} leaves, got {text!r}") from error
+        raise ValueError(
+            f"expected the text of a combine function of {leaves} leaves, got {text!r}"
+        ) from error
     graph.output(returned)
     return torch.fx.GraphModule({}, graph)
 
@@ -312,7 +323,7 @@ def _fold(graph: Any) -> dict[Any, float]:
         of = [numbers.get(a, a if isinstance(a, (int, float)) else None) for a in args[:2]]
         if op in _FILLED:
             numbers[node] = _FILLED[op](node)
-        elif op in _SAME or op in _CONVERSIONS and of[0] is not None:
+        elif op in _SAME or (op in _CONVERSIONS and of[0] is not None):
             if of[0] is not None:
                 numbers[node] = of[0]
             elif op in _SAME:
