@@ -98,7 +98,7 @@ def _given(x: Tensor, resets: Tensor | None) -> list[Tensor]:
 
 
 def _result(x: Tensor, op: str, dtype: torch.dtype | None) -> Tensor:
-    return torch.empty_like(x, dtype=checks.result_dtype(x, op, dtype))
+    return torch.empty_like(x, dtype=dtype or checks.result_dtype(x, op, None))
 
 
 # --- gradients ------------------------------------------------------------------------------------
