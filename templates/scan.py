@@ -1,0 +1,85 @@
+"""What the programs of one scan tell each other: totals of tiles, in words that carry their call.
+
+A scan is cut along its length into tiles, one per program, in the order in which programs begin (a
+ticket each), so a program only ever waits for some that run already. A tile publishes its total;
+the last tile of GROUP neighbours publishes that of the group, the last of GROUP groups theirs. What
+precedes a tile is then at most GROUP words of each level, added up in a tree that depends on
+nothing but positions: the result has the same bits in every run, and no chain of tiles waits for
+one another.
+
+A word is 64 bits: the number of the call in the upper half, 32 bits of state in the lower. Reader
+and writer need no order between them, and no word needs to be cleared: the workspace is zeroed
+once, and the last program of a call leaves it ready for the next.
+
+Workspace, in int64 words: [0] next ticket, [1] calls so far, [2] programs that are done, [3] none,
+then the words of the levels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+HEADER = 4
+
+
+@triton.jit
+def begin(workspace):
+    """The ticket of this program and the number of this call."""
+    ticket = tl.atomic_add(workspace, 1, sem="relaxed")
+    call = tl.load(workspace + 1, volatile=True) + 1
+    return ticket, call
+
+
+@triton.jit
+def finish(workspace, call, programs):
+    """Make the workspace ready for the next call, by the last program of this one."""
+    done = tl.atomic_add(workspace + 2, 1, sem="acq_rel")
+    if done == programs - 1:
+        tl.store(workspace, 0)
+        tl.store(workspace + 2, 0)
+        tl.store(workspace + 1, call)
+
+
+@triton.jit
+def put(words, at, mask, bits, call):
+    """Publish 32 bits of state (an int32)."""
+    low = bits.to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.store(words + at, (call << 32) | low, mask)
+
+
+@triton.jit
+def get(words, at, mask, call):
+    """The 32 bits of state published at ``at`` (int32), once all are of this call."""
+    stamp = call & 0xFFFFFFFF
+    none = tl.full(at.shape, 0, tl.int64) + (call << 32)
+    word = tl.load(words + at, mask=mask, other=none, volatile=True)
+    missing = ((word >> 32) & 0xFFFFFFFF) != stamp
+    while tl.max(tl.max(missing.to(tl.int32), 1), 0) != 0:
+        word = tl.where(missing, tl.load(words + at, mask=missing, other=none, volatile=True), word)
+        missing = ((word >> 32) & 0xFFFFFFFF) != stamp
+    return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def low_bits(value):
+    """The lower 32 bits of a 64-bit integer."""
+    return (value & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def high_bits(value):
+    """The upper 32 bits of a 64-bit integer."""
+    return (value >> 32).to(tl.int32)
+
+
+@triton.jit
+def joined(low, high):
+    """A 64-bit integer of its halves (int32)."""
+    return (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def picked(bits, where, axis: tl.constexpr):
+    """The one element (an integer) along ``axis`` where ``where`` holds, the axis kept."""
+    return tl.sum(tl.where(where, bits, 0), axis, keep_dims=True)
