@@ -428,9 +428,18 @@ class Translator:
         self.statements.append(f"{name} = {expression}")
         return name
 
-    def bind(self, node: Any, name: str) -> None:
-        """Call a node's value, in the type it is computed in, by a name that is there already."""
-        self._names[node] = name
+    def given(self, node: Any, name: str) -> None:
+        """One more input."""
+        self._inputs[node] = name
+
+    def state(self) -> Any:
+        """What ``back_to`` needs to forget all that is written from here on."""
+        return len(self.statements), dict(self._names), self._count
+
+    def back_to(self, state: Any) -> None:
+        """Forget what was written since ``state()``."""
+        length, self._names, self._count = state[0], dict(state[1]), state[2]
+        del self.statements[length:]
 
     def of(self, node: Any) -> str:
         if node not in self._names:

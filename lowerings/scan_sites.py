@@ -1,0 +1,151 @@
+"""Scans in a graph behind autograd: which node is one, and its program before anything is fused."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from inductor_ext.lowerings.scan_region import Site
+from inductor_ext.templates import scan_forms
+from inductor_ext.templates.scan_program import Input, Program
+
+from inductor_ext import compat, compat_user_kernels, scan_pointwise
+from inductor_ext.editing import value
+
+aten = torch.ops.aten
+
+NAMES = {
+    aten.cumsum.default: "sum",
+    aten.cumprod.default: "prod",
+    aten.logcumsumexp.default: "logsumexp",
+    aten.cummax.default: "cummax",
+    aten.cummin.default: "cummin",
+}
+_STATES = {
+    "tl.float64": "fp64",
+    "tl.float32": "fp32",
+    "tl.int64": "int64",
+    "tl.int32": "int32",
+    "tl.int1": "int1",
+}
+
+
+class NoSite(Exception):
+    """Why a scan has no program; the message is one sentence."""
+
+
+def _type(dtype: torch.dtype) -> str:
+    try:
+        return scan_pointwise.computed_type(dtype)
+    except scan_pointwise.Unknown as error:
+        raise NoSite(str(error)) from None
+
+
+def _results(node: Any, count: int) -> tuple[tuple[Any, ...], ...]:
+    """The nodes that take result 0, 1, ... out of a tuple."""
+    users = [u for u in node.users if u.target is operator.getitem]
+    if len(users) != len(node.users):
+        raise NoSite("its results are read as a tuple")
+    return tuple(tuple(u for u in users if u.args[1] == i) for i in range(count))
+
+
+def _is_short(size: Any) -> bool:
+    bound = compat.upper_bound(compat.expr(size))
+    return bound is not None and bound < 2**31
+
+
+def _aten(node: Any) -> Site:
+    """cumsum and the like."""
+    name, x = NAMES[node.target], node.args[0]
+    source, results = value(x), value(node)
+    if source.dim() == 0:
+        raise NoSite("a number is not scanned")
+    dim = node.args[1] % source.dim()
+    pair = name in ("cummax", "cummin")
+    dtype = results[0].dtype if pair else results.dtype
+    kind = _type(dtype)
+    _type(source.dtype)
+    try:
+        form = scan_forms.form(name, dtype, wide=not _is_short(source.shape[dim]))
+    except TypeError as error:
+        raise NoSite(str(error)) from None
+    widened = f"v = x0.to({kind})"
+    if dtype != source.dtype and dtype in (torch.bfloat16, torch.float16):
+        widened = f"v = x0.to({scan_pointwise.stored_type(dtype)}).to({kind})"
+    wide = f"v = v.to(tl.{scan_forms_type(form.states[0])})"
+    text = scan_forms.LOGARITHM if name == "logsumexp" else "s0"
+    consume = f"y0 = ({text}).to({kind})"
+    outputs: tuple[torch.dtype, ...] = (dtype,)
+    if pair:
+        consume, outputs = f"{consume}\ny1 = s1.to(tl.int64)", (dtype, torch.int64)
+    program = Program(
+        inputs=(Input(source.dtype),),
+        outputs=outputs,
+        states=form.states,
+        produce=f"{widened}\n{wide}\n{form.lift}",
+        combine=form.combine,
+        consume=consume,
+    )
+    nodes = _results(node, 2) if pair else ((node,),)
+    return Site(node, node.target.overloadpacket.__name__, program, (x,), nodes, dim)
+
+
+def scan_forms_type(state: str) -> str:
+    """A state's type in Triton's own words."""
+    return {"fp32": "float32", "fp64": "float64"}.get(state, state)
+
+
+def _states(leaves: list[Any]) -> tuple[str, ...]:
+    kinds = [_type(value(leaf).dtype) for leaf in leaves]
+    for kind in kinds:
+        if kind not in _STATES:
+            raise NoSite(f"a state of {kind} has no kernel")
+    return tuple(_STATES[kind] for kind in kinds)
+
+
+def of_combine(
+    node: Any, combine: str, leaves: list[Any], dim: int, reverse: bool, what: str
+) -> Site:
+    """A scan of ``leaves`` by a text that combines their states; its results are in a tuple."""
+    states = _states(leaves)
+    dtypes = tuple(value(leaf).dtype for leaf in leaves)
+    kinds = [_type(dtype) for dtype in dtypes]
+    program = Program(
+        inputs=tuple(Input(dtype) for dtype in dtypes),
+        outputs=dtypes,
+        states=states,
+        produce="\n".join(f"s{i} = x{i}.to({kind})" for i, kind in enumerate(kinds)),
+        combine=combine,
+        consume="\n".join(f"y{i} = s{i}" for i in range(len(kinds))),
+        reverse=reverse,
+    )
+    return Site(node, what, program, tuple(leaves), _results(node, len(leaves)), dim)
+
+
+def _higher_order(node: Any) -> Site:
+    """associative_scan, along the first dimension of all its leaves."""
+    function, leaves, lifted = (*node.args, ())[:3]
+    if lifted:
+        raise NoSite("its combine function reads other tensors")
+    graph = getattr(node.graph.owning_module, function.target).graph
+    try:
+        combine = scan_pointwise.combine(graph)
+    except scan_pointwise.Unknown as error:
+        raise NoSite(str(error)) from None
+    return of_combine(node, combine, list(leaves), 0, False, "associative_scan")
+
+
+_MAKERS: dict[Any, Callable[[Any], Site]] = {op: _aten for op in NAMES}
+_MAKERS[compat_user_kernels.associative_scan()] = _higher_order
+
+
+def is_scan(node: Any) -> bool:
+    """Whether a node scans."""
+    return node.op == "call_function" and node.target in _MAKERS
+
+
+def site_of(node: Any) -> Site:
+    """A node that scans, as a site. Raises NoSite."""
+    return _MAKERS[node.target](node)
