@@ -24,14 +24,6 @@ HEADER = 4
 
 
 @triton.jit
-def begin(workspace):
-    """The ticket of this program and the number of this call."""
-    ticket = tl.atomic_add(workspace, 1, sem="relaxed")
-    call = tl.load(workspace + 1, volatile=True) + 1
-    return ticket, call
-
-
-@triton.jit
 def finish(workspace, call, programs):
     """Make the workspace ready for the next call, by the last program of this one."""
     done = tl.atomic_add(workspace + 2, 1, sem="acq_rel")
@@ -49,15 +41,30 @@ def put(words, at, mask, bits, call):
 
 
 @triton.jit
+def pause(some):
+    """Some tens of nanoseconds in which others may use the memory; ``some`` as it came."""
+    return tl.inline_asm_elementwise(
+        "nanosleep.u32 40; mov.b32 $0, $1;", "=r,r", [some], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def get(words, at, mask, call):
-    """The 32 bits of state published at ``at`` (int32), once all are of this call."""
+    """The 32 bits of state published at ``at`` (int32), once all are of this call.
+
+    There have to be two words per thread: if a word were held by two threads, one might see it
+    before it is published and the other after.
+    """
     stamp = call & 0xFFFFFFFF
     none = tl.full(at.shape, 0, tl.int64) + (call << 32)
     word = tl.load(words + at, mask=mask, other=none, volatile=True)
     missing = ((word >> 32) & 0xFFFFFFFF) != stamp
-    while tl.max(tl.max(missing.to(tl.int32), 1), 0) != 0:
+    wait = tl.max(tl.max(missing.to(tl.int32), 1), 0)
+    while wait != 0:
+        pause(wait)
         word = tl.where(missing, tl.load(words + at, mask=missing, other=none, volatile=True), word)
         missing = ((word >> 32) & 0xFFFFFFFF) != stamp
+        wait = tl.max(tl.max(missing.to(tl.int32), 1), 0)
     return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
 
 

@@ -35,14 +35,15 @@ class Tiling:
     warps: int
     group: int = 0
     ascending: bool = True
+    ahead: bool = False
+    resident: int = 4
 
 
 @dataclass(frozen=True)
 class Launch:
     """One launch. ``arguments``: by the entry's names; "x0_ptr" and so on for tensors, as the slot
     of a tensor ("x0", "y0", "workspace"), numbers as they are. ``workspace``: int64 words, zero
-    before the
-    the first launch, which later launches may use again one after the other."""
+    before the first launch, which later launches may use again one after the other."""
 
     kernel: Any
     grid: tuple[Size, int, int]
@@ -148,7 +149,9 @@ def plan(
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
-    layout = scan_text.Layout(axis, len(lane_dims), kinds, bool(choice.group), choice.ascending)
+    layout = scan_text.Layout(
+        axis, len(lane_dims), kinds, bool(choice.group), choice.ascending, choice.ahead
+    )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace"}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
     names = [f"x{i}" for i in range(len(program.inputs))]
@@ -165,11 +168,14 @@ def plan(
     words: Size = 0
     if choice.group:
         constants["GROUP"] = choice.group
+        constants["WINDOW"] = _power(max(3 * choice.group, 64 * choice.warps // choice.lanes))
         tiles = _cdiv(length, choice.time)
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)
         words = scan.HEADER + scan_text.words_of(program) * lanes * kept
         blocks = blocks * tiles
+        if choice.ahead:
+            blocks = min(blocks, 132 * choice.resident)
     return Launch(
         scan_text.kernel(program, layout), (blocks, 1, 1), given, constants, choice.warps, words
     )

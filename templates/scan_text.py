@@ -33,13 +33,15 @@ class Layout:
     """How tensors lie. ``axis``: that of the time in a tile. ``lane_dims``: how many numbers make
     a lane's. ``strides``: per tensor (inputs, then outputs) the kinds of its strides along the time
     and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
-    cut among programs. ``ascending``: a reversed scan's tile is in the order of memory."""
+    cut among programs. ``ascending``: a reversed scan's tile is in the order of memory.
+    ``ahead``: a program loads a tile before it is done with the last one."""
 
     axis: int
     lane_dims: int
     strides: tuple[tuple[int | None, ...], ...]
     shared: bool
     ascending: bool
+    ahead: bool
 
 
 def words_of(program: Program) -> int:
@@ -128,13 +130,8 @@ def _publish(program: Program) -> str:
 
 
 def _folded(program: Program, axis: int) -> str:
-    """All of ``count`` published states from ``at`` on, combined."""
-    lines = [
-        f"j = tl.arange(0, GROUP){'[None, :]' if axis else '[:, None]'}",
-        "mask = live & (j < count)",
-        "at = at + j.to(tl.int64) * step",
-    ]
-    word = 0
+    """The published states at ``at``, a window's first ``count``, combined in this order."""
+    lines, word = ["mask = live & (j < count)"], 0
     for i, kind in enumerate(program.states):
         low = f"get(words + {word} * plane, at, mask, call)"
         if BITS[kind] == 2:
@@ -152,39 +149,77 @@ def _folded(program: Program, axis: int) -> str:
     lines.append(f"return {_leaves('s', program)}")
     return (
         "@triton.jit\n"
-        "def folded(words, plane, at, step, live, call, count, GROUP: tl.constexpr):\n"
+        "def folded(words, plane, at, j, live, call, count):\n"
         f"{_indented(chr(10).join(lines))}\n"
     )
 
 
-def _tile(program: Program, layout: Layout) -> str:
-    """From tile ``k``'s inputs to scanned states ``s0, ...`` of the tile alone."""
-    ascending = not program.reverse or layout.ascending
+def _lanes(layout: Layout, ticket: str = "") -> str:
+    """What a program scans: its lanes, and the tile ``k`` if others scan some of them as well."""
+    lane = "[:, None]" if layout.axis else "[None, :]"
     lines = []
-    if program.reverse and ascending:
-        lines += ["at = length - (k + 1) * size + time", "t = length - 1 - at"]
+    if not layout.shared:
+        lines.append("block = tl.program_id(0).to(tl.int64)")
+    elif layout.axis:  # a row's tiles follow one another in memory
+        lines += [f"block = {ticket} // tiles", f"k = {ticket} % tiles"]
+    else:  # lanes do
+        lines += [f"block = {ticket} % blocks", f"k = {ticket} // blocks"]
+    lines.append(f"lane = block * LANES + tl.arange(0, LANES){lane}")
+    lines.append("live = lane < lanes")
+    rest = "lane"
+    for i in reversed(range(1, layout.lane_dims)):
+        lines.append(f"i{i} = {rest} % n{i}")
+        lines.append(f"r{i} = {rest} // n{i}")
+        rest = f"r{i}"
+    if layout.lane_dims:
+        lines.append(f"i0 = {rest}")
+    return "\n".join(lines)
+
+
+def _place(program: Program, layout: Layout, k: str = "k") -> str:
+    """Where tile ``k`` lies: ``at`` in memory, ``t`` along the scan."""
+    lines = []
+    if program.reverse and layout.ascending:
+        lines += [f"at = length - ({k} + 1) * size + time", "t = length - 1 - at"]
     else:
-        lines.append("t = k * size + time")
+        lines.append(f"t = {k} * size + time")
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
-    there = "(at >= 0)" if program.reverse else "(at < length)"
-    lines.append(f"inside = live & {there}")
+    return "\n".join([*lines, f"inside = live & {_there(program)}"])
+
+
+def _there(program: Program) -> str:
+    return "(at >= 0)" if program.reverse else "(at < length)"
+
+
+def _loads(program: Program, layout: Layout, to: str = "x") -> str:
+    lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
         parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
-        limits = [] if all(kind == 0 for kind in kinds[1:]) else ["live"]
+        free = all(kind == 0 for kind in kinds[1:])
+        limits = [] if free and not (layout.ahead and layout.shared) else ["live"]
         if kinds[0] != 0:
-            limits.append(there)
+            limits.append(_there(program))
         ahead = given.shift if program.reverse else -given.shift  # in memory
         if ahead:
             parts[0] = f"(at {'+' if ahead > 0 else '-'} {abs(ahead)})"
             limits.append(f"(at < length - {ahead})" if ahead > 0 else f"(at >= {-ahead})")
         masked = f", {' & '.join(limits)}, other={given.fill}" if limits else ""
         offset = _offset(f"x{i}", kinds, parts)
-        lines.append(f"x{i} = tl.load(x{i}_ptr + ({offset}){masked})")
-    lines.append(program.produce)
+        lines.append(f"{to}{i} = tl.load(x{i}_ptr + ({offset}){masked})")
+    return "\n".join(lines)
+
+
+def _states(program: Program, layout: Layout) -> str:
+    """From a tile's inputs to its scanned states, of the tile alone."""
+    lines = [program.produce]
     for i, kind in enumerate(program.states):
         lines.append(f"s{i} = tl.broadcast_to(s{i}.to(tl.{TYPES[kind]}), inside.shape)")
-    lines.append(_scanned(program, layout.axis, program.reverse and ascending))
+    lines.append(_scanned(program, layout.axis, program.reverse and layout.ascending))
     return "\n".join(lines)
+
+
+def _taken(program: Program) -> str:
+    return "\n".join(f"x{i} = next{i}" for i in range(len(program.inputs)))
 
 
 def _after(program: Program, before: str, there: str) -> str:
@@ -212,99 +247,109 @@ def _end(program: Program, layout: Layout) -> str:
 
 
 def _looped(program: Program, layout: Layout) -> str:
-    where = _end(program, layout)
-    start = "\n".join(
+    """One program scans its lanes from tile to tile. With ``ahead`` the next tile is loaded while
+    one is scanned."""
+    zeros = "\n".join(
         f"c{i} = tl.zeros(lane.shape, tl.{TYPES[kind]})" for i, kind in enumerate(program.states)
     )
-    body = "\n".join(
-        [
-            _tile(program, layout),
-            _after(program, "c", "k > 0"),
-            _last(program, "c", where, layout.axis),
-            _stores(program, layout),
+    loads = [_place(program, layout), _loads(program, layout)]
+    first: list[str] = []
+    if layout.ahead:
+        first = [_place(program, layout, "0"), _loads(program, layout, "next")]
+        loads = [
+            _taken(program),
+            _place(program, layout, "(k + 1)"),
+            _loads(program, layout, "next"),
+            _place(program, layout),
         ]
+    body = [
+        *loads,
+        _states(program, layout),
+        _after(program, "c", "k > 0"),
+        _last(program, "c", _end(program, layout), layout.axis),
+        _stores(program, layout),
+    ]
+    parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
+    return "\n".join([*parts, _indented("\n".join(body))])
+
+
+def _before(program: Program, layout: Layout) -> str:
+    """Publish a tile's total ``e``, and find the state ``p`` in front of the tile (any, if it is
+    the first): of all groups of groups, then groups, then tiles in front of it, in one window."""
+    p, e, u, g = (_leaves(prefix, program) for prefix in "peug")
+    at = ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
+    step = "" if layout.axis else " * lanes"
+    count = range(len(program.states))
+    joined = "\n".join(
+        f"p{i} = tl.where((w > 0) | (far + near + own > 0), g{i}, u{i})" for i in count
     )
-    return f"""{start}
-for k in range(0, tl.cdiv(length, TIME)):
-{_indented(body)}"""
+    return f"""group = k // GROUP
+above = group // GROUP
+own = k % GROUP
+near = group % GROUP
+base0 = {at[0]}
+base1 = lanes * tiles + {at[1]}
+base2 = lanes * (tiles + groups) + {at[2]}
+publish(words, plane, base0 + k{step}, live, call, {e})
+{chr(10).join(f"p{i} = e{i}" for i in count)}
+if own == GROUP - 1:
+    {u} = folded(words, plane, base0 + (group * GROUP + j){step}, j, live, call, own)
+    {g} = combine({u}, {e})
+    publish(words, plane, base1 + group{step}, live, call, {g})
+    if near == GROUP - 1:
+        {u} = folded(words, plane, base1 + (above * GROUP + j){step}, j, live, call, near)
+        {g} = combine({u}, {g})
+        publish(words, plane, base2 + above{step}, live, call, {g})
+far = above % GROUP
+if far + near + own > 0:
+    at0 = base0 + (group * GROUP + j - far - near){step}
+    at1 = base1 + (above * GROUP + j - far){step}
+    at2 = base2 + (above - far + j){step}
+    {p} = folded(
+        words,
+        plane,
+        tl.where(j < far, at2, tl.where(j < far + near, at1, at0)),
+        j,
+        live,
+        call,
+        far + near + own,
+    )
+for w in range(0, above // GROUP):
+    turn = above // GROUP - 1 - w
+    {u} = folded(words, plane, base2 + (turn * GROUP + j){step}, j, live, call, GROUP)
+    {g} = combine({u}, {p})
+{_indented(joined)}"""
 
 
 def _shared(program: Program, layout: Layout) -> str:
-    where = _end(program, layout)
-    p, e, u = (_leaves(prefix, program) for prefix in "peu")
-    wheres = "\n".join(f"p{i} = tl.where(some, m{i}, u{i})" for i in range(len(program.states)))
-    ahead = f"""{_leaves("m", program)} = combine({u}, {p})
-{wheres}
-some = True"""
-    at0, at1, at2 = (
-        ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
-    )
-    step = "1" if layout.axis else "lanes"
-    same = "\n".join(f"p{i} = e{i}\nu{i} = e{i}" for i in range(len(program.states)))
-    swap = "\n".join(f"u{i} = tl.where(w == 0, v{i}, m{i})" for i in range(len(program.states)))
-    return f"""{_tile(program, layout)}
-{_last(program, "e", where, layout.axis)}
+    """Tiles of one scan are many programs'. With ``ahead`` a program goes from ticket to ticket,
+    and loads the next tile before it waits for what precedes the present one."""
+    window = "[None, :]" if layout.axis else "[:, None]"
+    head = f"""call = tl.load(workspace + 1, volatile=True) + 1
+tiles = tl.cdiv(length, size)
 groups = tl.cdiv(tiles, GROUP)
 supers = tl.cdiv(groups, GROUP)
+blocks = tl.cdiv(lanes, LANES)
 plane = lanes * (tiles + groups + supers)
 words = workspace + 4
-words1 = words + lanes * tiles
-words2 = words1 + lanes * groups
-group = k // GROUP
-above = group // GROUP
-publish(words, plane, {at0} + k * {step}, live, call, {e})
-{same}
-some = False
-if k % GROUP > 0:
-    first = {at0} + group * GROUP * {step}
-    {p} = folded(words, plane, first, {step}, live, call, k % GROUP, GROUP)
-    some = True
-    if k % GROUP == GROUP - 1:
-        {e} = combine({p}, {e})
-        publish(words1, plane, {at1} + group * {step}, live, call, {e})
-if group % GROUP > 0:
-    first = {at1} + above * GROUP * {step}
-    {u} = folded(words1, plane, first, {step}, live, call, group % GROUP, GROUP)
-    if (k % GROUP == GROUP - 1) & (group % GROUP == GROUP - 1):
-        {e} = combine({u}, {e})
-        publish(words2, plane, {at2} + above * {step}, live, call, {e})
-{_indented(ahead)}
-if above > 0:
-    for w in range(0, above, GROUP):
-        first = {at2} + w * {step}
-        count = tl.minimum(above - w, GROUP)
-        {_leaves("v", program)} = folded(words2, plane, first, {step}, live, call, count, GROUP)
-        {_leaves("m", program)} = combine({u}, {_leaves("v", program)})
-{_indented(swap, 8)}
-{_indented(ahead)}
-{_after(program, "p", "k > 0")}
-{_stores(program, layout)}
-finish(workspace, call, tl.num_programs(0))"""
-
-
-def _head(layout: Layout) -> str:
-    lane, time = ("[:, None]", "[None, :]") if layout.axis else ("[None, :]", "[:, None]")
-    lines = ["size = tl.full([], TIME, tl.int64)"]
-    if not layout.shared:
-        lines += ["block = tl.program_id(0).to(tl.int64)"]
-    else:
-        lines += ["ticket, call = begin(workspace)", "tiles = tl.cdiv(length, size)"]
-        if layout.axis:  # a row's tiles follow one another in memory
-            lines += ["block = ticket // tiles", "k = ticket % tiles"]
-        else:  # lanes do
-            lines += ["blocks = tl.cdiv(lanes, LANES)", "block = ticket % blocks"]
-            lines += ["k = ticket // blocks"]
-    lines.append(f"lane = block * LANES + tl.arange(0, LANES){lane}")
-    lines.append("live = lane < lanes")
-    lines.append(f"time = tl.arange(0, TIME){time}")
-    rest = "lane"
-    for i in reversed(range(1, layout.lane_dims)):
-        lines.append(f"i{i} = {rest} % n{i}")
-        lines.append(f"r{i} = {rest} // n{i}")
-        rest = f"r{i}"
-    if layout.lane_dims:
-        lines.append(f"i0 = {rest}")
-    return "\n".join(lines)
+j = tl.arange(0, WINDOW){window}.to(tl.int64)
+ticket = tl.atomic_add(workspace, 1, sem="relaxed")"""
+    body = [
+        _states(program, layout),
+        _last(program, "e", _end(program, layout), layout.axis),
+        _before(program, layout),
+        _after(program, "p", "k > 0"),
+        _stores(program, layout),
+    ]
+    end = "finish(workspace, call, tl.num_programs(0))"
+    place = [_lanes(layout, "ticket"), _place(program, layout)]
+    if not layout.ahead:
+        return "\n".join([head, *place, _loads(program, layout), *body, end])
+    fetch = [*place, _loads(program, layout, "next")]
+    now = [_lanes(layout, "now"), _place(program, layout)]
+    taken = ["now = ticket", _taken(program), 'ticket = tl.atomic_add(workspace, 1, sem="relaxed")']
+    loop = _indented("\n".join([*taken, *fetch, *now, *body]))
+    return "\n".join([head, *fetch, "while ticket < tiles * blocks:", loop, end])
 
 
 @functools.cache
@@ -315,20 +360,21 @@ def text(program: Program, layout: Layout) -> str:
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(layout))
     body = _shared(program, layout) if layout.shared else _looped(program, layout)
+    time = "[None, :]" if layout.axis else "[:, None]"
+    head = f"size = tl.full([], TIME, tl.int64)\ntime = tl.arange(0, TIME){time}"
     parts = [_combine(program)]
     if layout.shared:
         parts += [_publish(program), _folded(program, layout.axis)]
     name = f"scan_{'rows' if layout.axis else 'columns'}"
     parts.append(
-        f"@triton.jit\ndef {name}({given}, {constants}):\n"
-        f"{_indented(_head(layout))}\n{_indented(body)}\n"
+        f"@triton.jit\ndef {name}({given}, {constants}):\n{_indented(head)}\n{_indented(body)}\n"
     )
     return "\n\n".join(parts)
 
 
 def constants_of(layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
-    return ["LANES", "TIME", *(["GROUP"] if layout.shared else [])]
+    return ["LANES", "TIME", *(["GROUP", "WINDOW"] if layout.shared else [])]
 
 
 @functools.cache
@@ -338,7 +384,7 @@ def kernel(program: Program, layout: Layout) -> Any:
     name = f"<inductor_ext scan {kernel.cache_info().currsize}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     scope = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": "inductor_ext_scan"}
-    for helper in ("begin", "finish", "put", "get", "low_bits", "high_bits", "joined", "picked"):
+    for helper in ("finish", "put", "get", "low_bits", "high_bits", "joined", "picked"):
         scope[helper] = getattr(scan, helper)
     exec(compile(source, name, "exec"), scope)
     return scope[f"scan_{'rows' if layout.axis else 'columns'}"]
