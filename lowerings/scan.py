@@ -67,6 +67,8 @@ def _why(fused: Fused) -> str:
     site = fused.site
     total = size_of(site.inputs[0])
     length = compat.hint(compat.expr(site.shape[site.dim]))
+    if scan_sites.is_own(site.node):
+        return "an operation of this package"
     if total < LEAST_ELEMENTS:
         raise _Left(f"{total} elements are fewer than {LEAST_ELEMENTS}")
     if fused.flips:

@@ -167,6 +167,8 @@ def below(node: Any, place: Place) -> tuple[Any, Place]:
 def above(node: Any, place: Place) -> tuple[Place, Step | None]:
     """The place of a view whose input is at ``place``, and the step that leads to it from there
     (None: none). Only views that can be undone; raises NoPlace."""
+    if not isinstance(value(node), torch.Tensor):
+        raise NoPlace
     dim, rank = place.dim, value(node).dim()
     assert dim is not None
     if is_flip(node, dim):
@@ -184,6 +186,51 @@ def above(node: Any, place: Place) -> tuple[Place, Step | None]:
         back, there = Step(aten.squeeze.dim, (new,)), Step(aten.unsqueeze.default, (new,))
         return Place((back, *place.steps), dim + (dim >= new), place.mirrored), there
     raise NoPlace
+
+
+def cut(node: Any, dim: int) -> str:
+    """ "last" or "first" where a node is its input without its last or first entry along ``dim``;
+    else ""."""
+    if node.target is not aten.slice.Tensor or value(node).dim() == 0:
+        return ""
+    size = value(node.args[0]).shape[dim]
+    start, end = _argument(node, 2, "start", None), _argument(node, 3, "end", None)
+    if (
+        _argument(node, 1, "dim", 0) % value(node).dim() != dim
+        or _argument(node, 4, "step", 1) != 1
+        or not same_size(value(node).shape[dim], size - 1)
+    ):
+        return ""
+    if start in (None, 0):
+        return "last"
+    beyond = end is None or (isinstance(end, int) and end >= 2**63 - 1)
+    whole = beyond or (not isinstance(end, torch.fx.Node) and same_size(end, size))
+    return "first" if start == 1 and whole else ""
+
+
+def filled(node: Any, dim: int) -> tuple[Any, str, Any] | None:
+    """(x, "first" or "last", number) where a node is x with one entry of that number more along
+    ``dim``, in front or behind; else None."""
+    if node.target is aten.constant_pad_nd.default:
+        rank, pad = value(node).dim(), list(node.args[1])
+        own = 2 * (rank - 1 - dim)
+        pad += [0] * (2 * rank - len(pad))
+        if any(not isinstance(p, int) for p in pad) or any(pad[:own] + pad[own + 2 :]):
+            return None
+        number = _argument(node, 2, "value", 0)
+        where = {(1, 0): "first", (0, 1): "last"}.get((pad[own], pad[own + 1]))
+        return None if where is None else (node.args[0], where, number)
+    if node.target is aten.cat.default and len(node.args[0]) == 2:
+        if _argument(node, 1, "dim", 0) % value(node).dim() != dim:
+            return None
+        for i, entry in enumerate(node.args[0]):
+            if entry.target in _FULL and same_size(value(entry).shape[dim], 1):
+                number = entry.args[1] if entry.target is aten.full.default else 0
+                return node.args[0][1 - i], ("first", "last")[i], number
+    return None
+
+
+_FULL = {aten.full.default, aten.zeros.default, aten.zeros_like.default}
 
 
 def broadcast(source: Any, to: Any, place: Place) -> Place:

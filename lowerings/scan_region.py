@@ -4,25 +4,30 @@ its results go through, as the text of one ``scan_program.Program``."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from inductor_ext.lowerings.scan_places import (
     FLIPS,
+    NOWHERE,
     NoPlace,
     Place,
     Step,
     above,
     below,
     broadcast,
+    cut,
+    filled,
     is_flip,
     is_flip_or_view,
     viewed,
 )
 from inductor_ext.templates.scan_program import Input, Program
 
-from inductor_ext import compat, scan_pointwise
+from inductor_ext import compat, matching, scan_pointwise
 from inductor_ext.editing import same_shape, same_size, value
 
 MOST_INPUTS, MOST_OUTPUTS = 12, 6  # a kernel keeps an address and a tile of each
@@ -34,7 +39,8 @@ class Site:
 
     ``program`` has the nodes ``inputs`` as its inputs and gives ``results``: one list of nodes per
     output of the program, all of them that value. Its texts take inputs as stored or wider, and its
-    outputs may be wider than they are stored.
+    outputs may be wider than they are stored. ``expanded``: the steps from an input's own shape,
+    which the scanned dimension is not in, by its number. ``identity`` assigns the states of one.
     """
 
     node: Any
@@ -43,6 +49,8 @@ class Site:
     inputs: tuple[Any, ...]
     results: tuple[tuple[Any, ...], ...]
     dim: int
+    expanded: Mapping[int, tuple[Step, ...]] = dataclasses.field(default_factory=dict)
+    identity: str | None = None
 
     @property
     def shape(self) -> Any:
@@ -96,11 +104,16 @@ class _Refused(Exception):
 @dataclasses.dataclass
 class _Member:
     """A node behind the scan that the kernel computes. ``steps`` lead from the scan's shape to its
-    own; ``of`` is the member that it is a view or flip of."""
+    own; ``of`` is the member that it is a view or flip of.
+
+    Of an exclusive scan, which an inclusive one is shifted to, ``stage`` is "whole" or "cut" until
+    it is shifted, and ``index`` the number of the result."""
 
     place: Place
     steps: tuple[Step, ...]
     of: Any = None
+    index: int | None = None
+    stage: str = ""
 
 
 class _Text:
@@ -153,8 +166,10 @@ class _Text:
 class _Builder:
     """One attempt: ``refused`` consumers stay outside."""
 
-    def __init__(self, site: Site, mirrored: bool, refused: set[Any]) -> None:
+    def __init__(self, site: Site, mirrored: bool, exclusive: bool, refused: set[Any]) -> None:
         self.site, self.mirrored, self.refused = site, mirrored, refused
+        self.exclusive = exclusive
+        self.shifted: dict[Any, tuple[int, Any]] = {}  # to the number of the result, and the fill
         self.order = {n: i for i, n in enumerate(site.node.graph.nodes)}
         self.members: dict[Any, _Member] = {}
         self.later: set[Any] = {site.node}
@@ -167,10 +182,11 @@ class _Builder:
 
     def grow(self) -> None:
         """Find the members: results of the scan, and what is pointwise behind them."""
-        start = _Member(Place((), self.site.dim, self.mirrored), ())
-        for results in self.site.results:
+        stage = "whole" if self.exclusive else ""
+        for index, results in enumerate(self.site.results):
             for node in results:
-                self.members[node] = start
+                place = Place((), self.site.dim, self.mirrored)
+                self.members[node] = _Member(place, (), index=index, stage=stage)
         self.later -= set(self.members)
         node = self.site.node.next
         while node.op != "root":
@@ -191,6 +207,8 @@ class _Builder:
             return None
         inner = [n for n in sources if n in self.members]
         first = self.members[inner[0]]
+        if any(self.members[n].stage for n in inner):
+            return self.shifting(node, inner[0])
         if is_flip_or_view(node):
             if node.args[0] is not inner[0] or len(sources) > 1:
                 return None
@@ -198,7 +216,8 @@ class _Builder:
                 place, step = above(node, first.place)
             except NoPlace:
                 return None
-            return _Member(place, first.steps if step is None else (*first.steps, step), inner[0])
+            steps = first.steps if step is None else (*first.steps, step)
+            return _Member(place, steps, inner[0], first.index, first.stage)
         if not _is_fusible(node, self.site.node):
             return None
         for n in inner:
@@ -206,6 +225,38 @@ class _Builder:
             if member.place != first.place or not same_shape(value(n).shape, value(node).shape):
                 return None
         return _Member(first.place, first.steps)
+
+    def shifting(self, node: Any, source: Any) -> _Member | None:
+        """A node on the way from a result to the result shifted by one."""
+        member = self.members[source]
+        dim = member.place.dim
+        assert dim is not None
+        along = member.place.mirrored == self.mirrored  # in the order of the scan
+        if member.stage == "whole":
+            if cut(node, dim) == ("last" if along else "first"):
+                return dataclasses.replace(member, stage="cut", of=None)
+            try:
+                place, step = above(node, member.place)
+            except NoPlace:
+                return None
+            steps = member.steps if step is None else (*member.steps, step)
+            return _Member(place, steps, source, member.index, member.stage)
+        found = filled(node, dim)
+        if found is None or found[0] is not source:
+            return None
+        if found[1] != ("first" if along else "last") or not isinstance(found[2], (int, float)):
+            return None
+        assert member.index is not None
+        self.shifted[node] = member.index, found[2]
+        return _Member(member.place, member.steps)
+
+    def check_shifted(self) -> None:
+        """Raise where an exclusive scan is not all that is asked for."""
+        for node, member in self.members.items():
+            if member.stage and any(u not in self.members for u in node.users):
+                raise NoPlace
+        if not self.shifted:
+            raise NoPlace
 
     def is_read_outside(self, node: Any) -> bool:
         """Whether anything but members reads a member, or a view of it."""
@@ -253,18 +304,18 @@ class _Builder:
         width = sum(value(n).dtype.itemsize for n in leaves)
         return len(leaves) <= 1 and width <= value(node).dtype.itemsize
 
-    def pull(self, text: _Text, node: Any, place: Place) -> Any:
-        """The copy of a node's value at ``place``. Raises NoPlace."""
+    def pull(self, text: _Text, node: Any, place: Place, shift: int = 0) -> Any:
+        """The copy of a node's value at ``place``, ``shift`` positions before. Raises NoPlace."""
         if node in self.members or node in self.later:
             raise NoPlace
-        key = node, place
+        key = node, place, shift
         if key in text.known:
             return text.known[key]
         if is_flip_or_view(node):
             before = text.state()
             try:
                 source, there = below(node, place)
-                copy = self.pull(text, source, there)
+                copy = self.pull(text, source, there, shift)
             except NoPlace:
                 text.back_to(before)
             else:
@@ -278,7 +329,8 @@ class _Builder:
             before = text.state()
             try:
                 sources = {
-                    n: self.pull(text, n, broadcast(n, node, place)) for n in node.all_input_nodes
+                    n: self.pull(text, n, broadcast(n, node, place), shift)
+                    for n in node.all_input_nodes
                 }
                 copy = text.pointwise(key, node, sources)
             except (NoPlace, scan_pointwise.Unknown):
@@ -293,25 +345,36 @@ class _Builder:
             raise NoPlace
         if not scan_pointwise.is_known_dtype(tensor.dtype):
             raise NoPlace
-        if len(self.leaves) >= MOST_INPUTS and Leaf(node, place.steps) not in self.leaves:
+        leaf = Leaf(node, place.steps, 0 if place.dim == NOWHERE else shift)
+        if len(self.leaves) >= MOST_INPUTS and leaf not in self.leaves:
             raise NoPlace
-        return text.leaf(Leaf(node, place.steps))
+        return text.leaf(leaf)
 
     # --- the program ----------------------------------------------------------------------------
 
     def build(self) -> Fused:
         self.grow()
+        if self.exclusive:
+            self.check_shifted()
         self.mine = self.only_for_us()
         produce = _Text(self.leaves, "f")
         inputs = self.inputs(produce)
         base = self.site.program
         before = _renamed(base.produce, "x", inputs)
-        consume = _Text(self.leaves, "h")
+        if self.exclusive:
+            before += "\n" + _where_none(self.site)
+        consume, shifted = _Text(self.leaves, "h"), []
         given = self.inputs(consume) if re.search(r"\bx\d", base.consume) else []
-        for index, results in enumerate(self.site.results):
-            for node in results:
-                copy = consume.given(("result", index), node, f"o{index}")
-                consume.known[node] = copy
+        if not self.exclusive:
+            for index, results in enumerate(self.site.results):
+                for node in results:
+                    copy = consume.given(("result", index), node, f"o{index}")
+                    consume.known[node] = copy
+        for number, (node, (index, fill)) in enumerate(self.shifted.items()):
+            dtype = value(node).dtype
+            kind, missing = scan_pointwise.computed_type(dtype), scan_pointwise.literal(fill, dtype)
+            shifted.append(f"e{number} = tl.where(t == 0, {missing}, o{index}.to({kind}))")
+            consume.known[node] = consume.given(("shifted", number), node, f"e{number}")
         outputs = [n for n in self.members if self.is_to_store(n)]
         # Values of inputs come first, then the scan's results, then what is made of them.
         split = len(consume.lines())
@@ -329,7 +392,7 @@ class _Builder:
         after = _renamed(base.consume, "x", given)
         after = re.sub(r"\by(\d+)\b", r"o\1", after)
         written = consume.lines()
-        lines = [*written[:split], after, *written[split:], *ends]
+        lines = [*written[:split], after, *shifted, *written[split:], *ends]
         program = Program(
             inputs=tuple(
                 Input(value(leaf.node).dtype, leaf.shift, leaf.fill) for leaf in self.leaves
@@ -359,23 +422,43 @@ class _Builder:
     def inputs(self, text: _Text) -> list[str]:
         """Names of the values of the site's own inputs."""
         names = []
-        place = Place((), self.site.dim, self.mirrored)
-        for node, given in zip(self.site.inputs, self.site.program.inputs, strict=True):
+        for i, (node, given) in enumerate(
+            zip(self.site.inputs, self.site.program.inputs, strict=True)
+        ):
+            steps = self.site.expanded.get(i, ())
+            place = Place(steps, NOWHERE if steps else self.site.dim, self.mirrored)
             if given.shift == 0:
-                names.append(text.of(self.pull(text, node, place)))
+                names.append(text.of(self.pull(text, node, place, int(self.exclusive))))
                 continue
-            if self.mirrored:
+            if self.mirrored or self.exclusive:
                 raise NoPlace
             # What lies outside has a value of its own, which no function was applied to.
-            leaf = Leaf(node, (), given.shift, given.fill)
-            names.append(text.of(text.leaf(leaf)))
+            names.append(text.of(text.leaf(Leaf(node, steps, given.shift, given.fill))))
         return names
 
     def is_result(self, node: Any) -> bool:
         return any(node in results for results in self.site.results)
 
+    def check_worth(self, outputs: list[Any]) -> None:
+        """Refuse a consumer that stock computes where it is read, if less is written then."""
+        for node in reversed(outputs):
+            if node in self.shifted or self.is_result(node) or self.members[node].of is not None:
+                continue
+            if not all(_is_fused_by_stock(u) for u in node.users if u not in self.members):
+                continue
+            inner = [n for n in node.all_input_nodes if n in self.members]
+            before = {self.stored_as(n) for n in inner} - set(outputs)
+            if sum(value(n).dtype.itemsize for n in before) < value(node).dtype.itemsize:
+                raise _Refused(node)
+
+    def stored_as(self, node: Any) -> Any:
+        """The member that is stored if a member is read outside."""
+        while self.is_plain_view(node):
+            node = self.members[node].of
+        return node
+
     def is_to_store(self, node: Any) -> bool:
-        if self.is_plain_view(node) or not self.is_read_outside(node):
+        if self.members[node].stage or self.is_plain_view(node) or not self.is_read_outside(node):
             return False
         if self.members[node].place.mirrored:
             if self.mirrored:
@@ -395,6 +478,8 @@ class _Builder:
             if node in text.known:
                 continue
             member = self.members[node]
+            if member.stage:
+                continue
             if member.of is not None:
                 text.known[node] = text.known[member.of]
                 continue
@@ -415,6 +500,11 @@ class _Builder:
         dense = viewed(tensor, member.place.steps)
         strides = dense.stride() if _is_dense(tensor) else there.stride()
         return Stored(node, member.steps, tuple(strides))
+
+
+def _is_fused_by_stock(node: Any) -> bool:
+    """Whether stock computes what a node reads where it reads it."""
+    return matching.is_pointwise(node) or matching.is_reduction(node)
 
 
 def _is_dense(tensor: Any) -> bool:
@@ -452,21 +542,29 @@ def _device(site: Any) -> Any:
 
 def fuse(site: Site) -> Fused:
     """The scan with everything around it that one kernel can compute. Raises CanNotFuse."""
-    for mirrored in (True, False):
-        if mirrored and not _may_be_mirrored(site):
+    attempts = itertools.product((True, False), (True, False))
+    reason = ""
+    for mirrored, exclusive in attempts:
+        if (mirrored and not _may_be_mirrored(site)) or (exclusive and site.identity is None):
             continue
         refused: set[Any] = set()
         while True:
             try:
-                return _Builder(site, mirrored, refused).build()
+                return _Builder(site, mirrored, exclusive, refused).build()
             except _Refused as which:
                 refused.add(which.node)
             except (NoPlace, CanNotFuse) as error:
-                if not mirrored:
-                    reason = str(error) or "its inputs are not seen through views"
-                    raise CanNotFuse(reason) from error
+                reason = str(error)
                 break
-    raise CanNotFuse("its inputs are not seen through views")
+    raise CanNotFuse(reason or "its inputs are not seen through views")
+
+
+def _where_none(site: Site) -> str:
+    """Statements that make the first state of an exclusive scan one that changes nothing."""
+    states = range(len(site.program.states))
+    kept = [f"k{i} = s{i}" for i in states]
+    chosen = [f"s{i} = tl.where(t == 0, s{i}, k{i})" for i in states]
+    return "\n".join([*kept, site.identity or "", *chosen])
 
 
 def _may_be_mirrored(site: Site) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from inductor_ext.lowerings.scan_places import Step
 from inductor_ext.lowerings.scan_region import Site
 from inductor_ext.templates import scan_forms
 from inductor_ext.templates.scan_program import Input, Program
@@ -29,6 +30,13 @@ _STATES = {
     "tl.int64": "int64",
     "tl.int32": "int32",
     "tl.int1": "int1",
+}
+
+
+_IDENTITIES = {
+    "sum": "s0 = tl.zeros_like(s0)",
+    "prod": "s0 = tl.zeros_like(s0) + 1",
+    "logsumexp": 's0 = tl.zeros_like(s0) + float("-inf")\ns1 = tl.zeros_like(s1)',
 }
 
 
@@ -89,7 +97,8 @@ def _aten(node: Any) -> Site:
         consume=consume,
     )
     nodes = _results(node, 2) if pair else ((node,),)
-    return Site(node, node.target.overloadpacket.__name__, program, (x,), nodes, dim)
+    what = node.target.overloadpacket.__name__
+    return Site(node, what, program, (x,), nodes, dim, identity=_IDENTITIES.get(name))
 
 
 def scan_forms_type(state: str) -> str:
@@ -137,15 +146,134 @@ def _higher_order(node: Any) -> Site:
     return of_combine(node, combine, list(leaves), 0, False, "associative_scan")
 
 
+# --- operations of the package, which are registered when they are first used --------------------
+
+
+def _arguments(node: Any) -> list[Any]:
+    """A node's arguments in the order of its operation, defaults filled in."""
+    schema = node.target._schema.arguments
+    return [
+        node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+        for i, a in enumerate(schema)
+    ]
+
+
+def _scan(node: Any) -> Site:
+    from inductor_ext.ops import _scan_programs as programs
+
+    x, resets, op, dim, reverse, exclusive, *_ = _arguments(node)
+    tensor, y, flags = value(x), value(node), resets is not None
+    dim, pair = int(dim), isinstance(value(node), (tuple, list))
+    dtype = tensor.dtype if pair else y.dtype
+    short = _is_short(tensor.shape[dim]) if pair else False
+    program = programs.scan(tensor.dtype, flags, op, reverse, exclusive, dtype, short)
+    nodes = _results(node, 2) if pair else ((node,),)
+    return Site(node, f"scan {op}", program, _given(x, resets), nodes, dim)
+
+
+def _given(*nodes: Any) -> tuple[Any, ...]:
+    return tuple(n for n in nodes if n is not None)
+
+
+def _scan_backward(node: Any) -> Site:
+    from inductor_ext.ops import _scan_programs as programs
+
+    g, x, y, resets, op, dim, reverse, exclusive = _arguments(node)
+    dtypes = [value(n).dtype for n in (g, x, y)]
+    program = programs.scan_backward(*dtypes, resets is not None, op, reverse, exclusive)
+    read = programs.scan_backward_inputs(g, x, y, resets, op, exclusive)
+    return Site(node, f"scan {op}, gradient", program, tuple(read), ((node,),), int(dim))
+
+
+def _initial(read: list[Any], h0: Any, like: Any, dim: int) -> dict[int, tuple[Step, ...]]:
+    """Add the state in front of a recurrence to what is read; how it is expanded."""
+    if h0 is None:
+        return {}
+    read.append(h0)
+    steps = Step(aten.unsqueeze.default, (dim,)), Step(None, (like,))
+    return {len(read) - 1: steps}
+
+
+def _recurrence(node: Any) -> Site:
+    from inductor_ext.ops import _scan_programs as programs
+
+    a, b, h0, dim, reverse = _arguments(node)
+    read = [a, b]
+    expanded = _initial(read, h0, b, int(dim))
+    program = programs.recurrence(value(b).dtype, h0 is not None, reverse)
+    what = "linear_recurrence"
+    return Site(node, what, program, tuple(read), ((node,),), int(dim), expanded)
+
+
+def _recurrence_backward(node: Any) -> Site:
+    from inductor_ext.ops import _scan_programs as programs
+
+    g, a, h, h0, dim, reverse = _arguments(node)
+    read = [g, a, h]
+    expanded = _initial(read, h0, h, int(dim))
+    dtypes = value(h).dtype, value(g).dtype
+    program = programs.recurrence_backward(*dtypes, h0 is not None, reverse)
+    what, nodes = "linear_recurrence, gradient", _results(node, 2)
+    return Site(node, what, program, tuple(read), nodes, int(dim), expanded)
+
+
+def _associative(node: Any) -> Site:
+    from inductor_ext.ops import _combine_text
+
+    leaves, text, dim, reverse = _arguments(node)
+    function = _combine_text.read(text, len(leaves))
+    dtypes = [_combine_text.wide(value(leaf).dtype) for leaf in leaves]
+    inputs = [torch.empty([], dtype=dtype, device="meta") for dtype in (*dtypes, *dtypes)]
+    _Values(function).run(*inputs)
+    try:
+        combine = scan_pointwise.combine(function.graph)
+    except scan_pointwise.Unknown as error:
+        raise NoSite(str(error)) from None
+    return of_combine(node, combine, list(leaves), int(dim), reverse, "associative_scan")
+
+
+class _Values(torch.fx.Interpreter):
+    """Notes every node's value."""
+
+    def run_node(self, n: Any) -> Any:
+        n.meta["val"] = super().run_node(n)
+        return n.meta["val"]
+
+
 _MAKERS: dict[Any, Callable[[Any], Site]] = {op: _aten for op in NAMES}
 _MAKERS[compat_user_kernels.associative_scan()] = _higher_order
+_OWN: dict[str, Callable[[Any], Site]] = {
+    "inductor_ext::scan": _scan,
+    "inductor_ext::scan_with_index": _scan,
+    "inductor_ext::scan_backward": _scan_backward,
+    "inductor_ext::linear_recurrence": _recurrence,
+    "inductor_ext::linear_recurrence_backward": _recurrence_backward,
+    "inductor_ext::associative_scan": _associative,
+}
+
+
+def _maker(node: Any) -> Callable[[Any], Site] | None:
+    if node.op != "call_function":
+        return None
+    if is_own(node):
+        return _OWN.get(node.target._schema.name)
+    return _MAKERS.get(node.target)
 
 
 def is_scan(node: Any) -> bool:
     """Whether a node scans."""
-    return node.op == "call_function" and node.target in _MAKERS
+    return _maker(node) is not None
+
+
+def is_own(node: Any) -> bool:
+    """Whether a node is an operation of this package, which has no stock lowering."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "inductor_ext"
+    )
 
 
 def site_of(node: Any) -> Site:
     """A node that scans, as a site. Raises NoSite."""
-    return _MAKERS[node.target](node)
+    maker = _maker(node)
+    assert maker is not None
+    return maker(node)
