@@ -1,11 +1,9 @@
-"""Private names about Triton kernels of one's own in an fx graph, and what stock does of a scan."""
+"""Private names about Triton kernels of one's own in an fx graph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 
 def kernel_call(
@@ -23,11 +21,6 @@ def kernel_call(
         "tma_descriptor_metadata": {},
         "kwargs": dict(arguments),
     }
-
-
-def associative_scan() -> Any:
-    """The higher-order operation of ``associative_scan(combine, leaves, lifted)``."""
-    return torch.ops.higher_order.associative_scan
 
 
 def sort_graph(graph: Any) -> None:

@@ -14,16 +14,20 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings import scan_sites
+from inductor_ext.lowerings.scan_members import Site
 from inductor_ext.lowerings.scan_places import Step, thawed
-from inductor_ext.lowerings.scan_region import CanNotFuse, Fused, Leaf, Site, fuse, size_of
+from inductor_ext.lowerings.scan_region import CanNotFuse, Fused, fuse, size_of
+from inductor_ext.lowerings.scan_statements import Leaf
 from inductor_ext.templates import scan_launch
 
 from inductor_ext import (
     choosing,
     compat,
     compat_fx,
+    compat_scans,
     compat_user_kernels,
     editing,
+    matching,
     registry,
     report,
 )
@@ -67,7 +71,7 @@ def _why(fused: Fused) -> str:
     site = fused.site
     total = size_of(site.inputs[0])
     length = compat.hint(compat.expr(site.shape[site.dim]))
-    if scan_sites.is_own(site.node):
+    if scan_sites.is_own(site.node) and site.what != "associative_scan":
         return "an operation of this package"
     if total < LEAST_ELEMENTS:
         raise _Left(f"{total} elements are fewer than {LEAST_ELEMENTS}")
@@ -187,10 +191,9 @@ class _Emitter:
         for name, given in laid.arguments.items():
             if isinstance(given, str):
                 arguments[name] = tensors[given]
-            elif isinstance(self.size(given), int):
-                constants[name] = self.size(given)
             else:
-                arguments[name] = self.size(given)
+                size = self.size(given)
+                (constants if isinstance(size, int) else arguments)[name] = size
         written = [n for n, slot in laid.arguments.items() if str(slot)[0] in "yw"]
         call = self.kernel(laid, constants, arguments, written)
         for i, out in enumerate(stored):
@@ -234,10 +237,11 @@ def rewrite(graph: Any) -> None:
             choosing.leave(NAME, here, str(reason))
         else:
             source = "heuristic" if forced is None else "forced"
-            around = len(fused.nodes) + len(fused.stored) - 1
-            with_what = f", with {around} operations around it" if around else ""
+            around = sum(matching.is_pointwise(n) for n in fused.nodes)
+            with_what = f", with {around} pointwise operations" if around else ""
             report.record(report.Decision(NAME, True, NAME, why + with_what, here, source))
     editing.check(graph)
 
 
+compat_scans.trace_long_scans()
 registry.register(registry.Lowering(NAME, passes={"post_grad": rewrite}))

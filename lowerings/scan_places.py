@@ -106,8 +106,8 @@ def _kept(node: Any) -> list[int]:
     if node.target is aten.squeeze.default:
         dims = list(range(rank))
     else:
-        dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-        dims = [d % rank for d in dims] if rank else []
+        given = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+        dims = [d % rank for d in given] if rank else []
     return [d for d in range(rank) if d not in dims or not same_size(source.shape[d], 1)]
 
 

@@ -6,65 +6,29 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+from inductor_ext.lowerings.scan_members import Members, Site, is_fusible
 from inductor_ext.lowerings.scan_places import (
     FLIPS,
     NOWHERE,
     NoPlace,
     Place,
     Step,
-    above,
     below,
     broadcast,
-    cut,
-    filled,
     is_flip,
     is_flip_or_view,
     viewed,
 )
+from inductor_ext.lowerings.scan_statements import Leaf, Statements
 from inductor_ext.templates.scan_program import Input, Program
 
-from inductor_ext import compat, matching, scan_pointwise
+from inductor_ext import compat, matching, scan_operations
 from inductor_ext.editing import same_shape, same_size, value
 
 MOST_INPUTS, MOST_OUTPUTS = 12, 6  # a kernel keeps an address and a tile of each
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """A scan in a graph, before anything is fused with it.
-
-    ``program`` has the nodes ``inputs`` as its inputs and gives ``results``: one list of nodes per
-    output of the program, all of them that value. Its texts take inputs as stored or wider, and its
-    outputs may be wider than they are stored. ``expanded``: the steps from an input's own shape,
-    which the scanned dimension is not in, by its number. ``identity`` assigns the states of one.
-    """
-
-    node: Any
-    what: str
-    program: Program
-    inputs: tuple[Any, ...]
-    results: tuple[tuple[Any, ...], ...]
-    dim: int
-    expanded: Mapping[int, tuple[Step, ...]] = dataclasses.field(default_factory=dict)
-    identity: str | None = None
-
-    @property
-    def shape(self) -> Any:
-        return value(self.inputs[0]).shape
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A tensor that the kernel reads: a node, seen through ``steps``."""
-
-    node: Any
-    steps: tuple[Step, ...]
-    shift: int = 0
-    fill: str = "0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,178 +65,20 @@ class _Refused(Exception):
         self.node = node
 
 
-@dataclasses.dataclass
-class _Member:
-    """A node behind the scan that the kernel computes. ``steps`` lead from the scan's shape to its
-    own; ``of`` is the member that it is a view or flip of.
-
-    Of an exclusive scan, which an inclusive one is shifted to, ``stage`` is "whole" or "cut" until
-    it is shifted, and ``index`` the number of the result."""
-
-    place: Place
-    steps: tuple[Step, ...]
-    of: Any = None
-    index: int | None = None
-    stage: str = ""
-
-
-class _Text:
-    """Statements from scratch copies of nodes: what lies in different places has copies of its
-    own."""
-
-    def __init__(self, leaves: dict[Leaf, int], prefix: str) -> None:
-        self.graph = torch.fx.Graph()
-        self.leaves = leaves
-        self.translator = scan_pointwise.Translator({}, prefix)
-        self.known: dict[Any, Any] = {}
-
-    def given(self, key: Any, like: Any, name: str) -> Any:
-        """A value that has a name: of a leaf, or of a result of the scan."""
-        if key not in self.known:
-            copy = self.known[key] = self.graph.placeholder(f"given_{len(self.known)}")
-            copy.meta["val"] = value(like)
-            self.translator.given(copy, name)
-        return self.known[key]
-
-    def leaf(self, leaf: Leaf) -> Any:
-        index = self.leaves.setdefault(leaf, len(self.leaves))
-        return self.given(leaf, leaf.node, f"x{index}")
-
-    def pointwise(self, key: Any, node: Any, sources: dict[Any, Any]) -> Any:
-        """Copy a pointwise node; ``sources`` are the copies of what it reads. Raises Unknown."""
-        if key not in self.known:
-            copy = self.graph.node_copy(node, lambda n: sources[n])
-            self.translator.add(copy)
-            self.known[key] = copy
-        return self.known[key]
-
-    def of(self, copy: Any) -> str:
-        return self.translator.of(copy)
-
-    def lines(self) -> list[str]:
-        return self.translator.statements
-
-    def state(self) -> Any:
-        return dict(self.known), dict(self.leaves), self.translator.state()
-
-    def back_to(self, state: Any) -> None:
-        """Forget what was added since ``state()``."""
-        self.known = dict(state[0])
-        self.leaves.clear()
-        self.leaves.update(state[1])
-        self.translator.back_to(state[2])
-
-
 class _Builder:
     """One attempt: ``refused`` consumers stay outside."""
 
     def __init__(self, site: Site, mirrored: bool, exclusive: bool, refused: set[Any]) -> None:
-        self.site, self.mirrored, self.refused = site, mirrored, refused
+        self.site, self.mirrored = site, mirrored
         self.exclusive = exclusive
-        self.shifted: dict[Any, tuple[int, Any]] = {}  # to the number of the result, and the fill
+        self.behind = Members(site, mirrored, exclusive, refused)
+        self.members, self.shifted = self.behind.found, self.behind.shifted
         self.order = {n: i for i, n in enumerate(site.node.graph.nodes)}
-        self.members: dict[Any, _Member] = {}
-        self.later: set[Any] = {site.node}
         self.leaves: dict[Leaf, int] = {}
         self.inlined: set[Any] = set()
         self.flips: set[Any] = set()
         self.full: dict[Any, frozenset[Any]] = {}
-
-    # --- behind the scan ------------------------------------------------------------------------
-
-    def grow(self) -> None:
-        """Find the members: results of the scan, and what is pointwise behind them."""
-        stage = "whole" if self.exclusive else ""
-        for index, results in enumerate(self.site.results):
-            for node in results:
-                place = Place((), self.site.dim, self.mirrored)
-                self.members[node] = _Member(place, (), index=index, stage=stage)
-        self.later -= set(self.members)
-        node = self.site.node.next
-        while node.op != "root":
-            if node not in self.members and any(
-                n in self.members or n in self.later for n in node.all_input_nodes
-            ):
-                member = None if node in self.refused else self.joined(node)
-                if member is None:
-                    self.later.add(node)
-                else:
-                    self.members[node] = member
-            node = node.next
-
-    def joined(self, node: Any) -> _Member | None:
-        """A node as a member; None where it is none."""
-        sources = node.all_input_nodes
-        if any(n in self.later for n in sources):
-            return None
-        inner = [n for n in sources if n in self.members]
-        first = self.members[inner[0]]
-        if any(self.members[n].stage for n in inner):
-            return self.shifting(node, inner[0])
-        if is_flip_or_view(node):
-            if node.args[0] is not inner[0] or len(sources) > 1:
-                return None
-            try:
-                place, step = above(node, first.place)
-            except NoPlace:
-                return None
-            steps = first.steps if step is None else (*first.steps, step)
-            return _Member(place, steps, inner[0], first.index, first.stage)
-        if not _is_fusible(node, self.site.node):
-            return None
-        for n in inner:
-            member = self.members[n]
-            if member.place != first.place or not same_shape(value(n).shape, value(node).shape):
-                return None
-        return _Member(first.place, first.steps)
-
-    def shifting(self, node: Any, source: Any) -> _Member | None:
-        """A node on the way from a result to the result shifted by one."""
-        member = self.members[source]
-        dim = member.place.dim
-        assert dim is not None
-        along = member.place.mirrored == self.mirrored  # in the order of the scan
-        if member.stage == "whole":
-            if cut(node, dim) == ("last" if along else "first"):
-                return dataclasses.replace(member, stage="cut", of=None)
-            try:
-                place, step = above(node, member.place)
-            except NoPlace:
-                return None
-            steps = member.steps if step is None else (*member.steps, step)
-            return _Member(place, steps, source, member.index, member.stage)
-        found = filled(node, dim)
-        if found is None or found[0] is not source:
-            return None
-        if found[1] != ("first" if along else "last") or not isinstance(found[2], (int, float)):
-            return None
-        assert member.index is not None
-        self.shifted[node] = member.index, found[2]
-        return _Member(member.place, member.steps)
-
-    def check_shifted(self) -> None:
-        """Raise where an exclusive scan is not all that is asked for."""
-        for node, member in self.members.items():
-            if member.stage and any(u not in self.members for u in node.users):
-                raise NoPlace
-        if not self.shifted:
-            raise NoPlace
-
-    def is_read_outside(self, node: Any) -> bool:
-        """Whether anything but members reads a member, or a view of it."""
-        for user in node.users:
-            member = self.members.get(user)
-            if member is None:
-                return True
-            if self.is_plain_view(user) and self.is_read_outside(user):
-                return True
-        return False
-
-    def is_plain_view(self, node: Any) -> bool:
-        member = self.members[node]
-        return member.of is not None and member.place.mirrored == (
-            self.members[member.of].place.mirrored
-        )
+        self.mine = self.only_for_us()
 
     # --- in front of it -------------------------------------------------------------------------
 
@@ -281,7 +87,7 @@ class _Builder:
         mine = {self.site.node, *self.members}
         for node in reversed(self.site.node.graph.nodes):
             ours = node not in mine and node.users and all(u in mine for u in node.users)
-            if ours and (is_flip_or_view(node) or _is_fusible(node, self.site.node)):
+            if ours and (is_flip_or_view(node) or is_fusible(node, self.site.node)):
                 mine.add(node)
         return mine
 
@@ -289,7 +95,7 @@ class _Builder:
         """The tensors as large as the scan's that a node is computed of, itself if it is none."""
         if node not in self.full:
             found: frozenset[Any] = frozenset()
-            if depth and (is_flip_or_view(node) or _is_fusible(node, self.site.node)):
+            if depth and (is_flip_or_view(node) or is_fusible(node, self.site.node)):
                 for n in node.all_input_nodes:
                     if isinstance(value(n), torch.Tensor):
                         found |= self.full_leaves(n, depth - 1)
@@ -304,9 +110,9 @@ class _Builder:
         width = sum(value(n).dtype.itemsize for n in leaves)
         return len(leaves) <= 1 and width <= value(node).dtype.itemsize
 
-    def pull(self, text: _Text, node: Any, place: Place, shift: int = 0) -> Any:
+    def pull(self, text: Statements, node: Any, place: Place, shift: int = 0) -> Any:
         """The copy of a node's value at ``place``, ``shift`` positions before. Raises NoPlace."""
-        if node in self.members or node in self.later:
+        if node in self.members or node in self.behind.later:
             raise NoPlace
         key = node, place, shift
         if key in text.known:
@@ -323,7 +129,7 @@ class _Builder:
                 if is_flip(node, place.dim):
                     self.flips.add(node)
                 return copy
-        elif _is_fusible(node, self.site.node) and (
+        elif is_fusible(node, self.site.node) and (
             node in self.mine or self.is_worth_inlining(node)
         ):
             before = text.state()
@@ -333,7 +139,7 @@ class _Builder:
                     for n in node.all_input_nodes
                 }
                 copy = text.pointwise(key, node, sources)
-            except (NoPlace, scan_pointwise.Unknown):
+            except (NoPlace, scan_operations.Unknown):
                 text.back_to(before)
             else:
                 self.inlined.add(node)
@@ -343,7 +149,7 @@ class _Builder:
             raise NoPlace
         if tensor.device != value(self.site.inputs[0]).device:
             raise NoPlace
-        if not scan_pointwise.is_known_dtype(tensor.dtype):
+        if not scan_operations.is_known_dtype(tensor.dtype):
             raise NoPlace
         leaf = Leaf(node, place.steps, 0 if place.dim == NOWHERE else shift)
         if len(self.leaves) >= MOST_INPUTS and leaf not in self.leaves:
@@ -353,17 +159,13 @@ class _Builder:
     # --- the program ----------------------------------------------------------------------------
 
     def build(self) -> Fused:
-        self.grow()
-        if self.exclusive:
-            self.check_shifted()
-        self.mine = self.only_for_us()
-        produce = _Text(self.leaves, "f")
+        produce = Statements(self.leaves, "f")
         inputs = self.inputs(produce)
         base = self.site.program
         before = _renamed(base.produce, "x", inputs)
         if self.exclusive:
             before += "\n" + _where_none(self.site)
-        consume, shifted = _Text(self.leaves, "h"), []
+        consume, shifted = Statements(self.leaves, "h"), []
         given = self.inputs(consume) if re.search(r"\bx\d", base.consume) else []
         if not self.exclusive:
             for index, results in enumerate(self.site.results):
@@ -372,7 +174,10 @@ class _Builder:
                     consume.known[node] = copy
         for number, (node, (index, fill)) in enumerate(self.shifted.items()):
             dtype = value(node).dtype
-            kind, missing = scan_pointwise.computed_type(dtype), scan_pointwise.literal(fill, dtype)
+            kind, missing = (
+                scan_operations.computed_type(dtype),
+                scan_operations.literal(fill, dtype),
+            )
             shifted.append(f"e{number} = tl.where(t == 0, {missing}, o{index}.to({kind}))")
             consume.known[node] = consume.given(("shifted", number), node, f"e{number}")
         outputs = [n for n in self.members if self.is_to_store(n)]
@@ -386,7 +191,7 @@ class _Builder:
             raise _Refused(drop[-1]) if drop else CanNotFuse("it has too many results")
         ends = [f"y{i} = {consume.of(consume.known[n])}" for i, n in enumerate(outputs)]
         ends = [
-            f"{end}.to({scan_pointwise.stored_type(value(n).dtype)})"
+            f"{end}.to({scan_operations.stored_type(value(n).dtype)})"
             for end, n in zip(ends, outputs, strict=True)
         ]
         after = _renamed(base.consume, "x", given)
@@ -419,7 +224,7 @@ class _Builder:
         """The scanned dimension in a member that is a view."""
         return None if self.members[node].of is None else self.members[node].place.dim
 
-    def inputs(self, text: _Text) -> list[str]:
+    def inputs(self, text: Statements) -> list[str]:
         """Names of the values of the site's own inputs."""
         names = []
         for i, (node, given) in enumerate(
@@ -453,12 +258,16 @@ class _Builder:
 
     def stored_as(self, node: Any) -> Any:
         """The member that is stored if a member is read outside."""
-        while self.is_plain_view(node):
+        while self.behind.is_plain_view(node):
             node = self.members[node].of
         return node
 
     def is_to_store(self, node: Any) -> bool:
-        if self.members[node].stage or self.is_plain_view(node) or not self.is_read_outside(node):
+        if (
+            self.members[node].stage
+            or self.behind.is_plain_view(node)
+            or not self.behind.is_read_outside(node)
+        ):
             return False
         if self.members[node].place.mirrored:
             if self.mirrored:
@@ -466,7 +275,7 @@ class _Builder:
             raise _Refused(node)
         return True
 
-    def translate(self, text: _Text, outputs: list[Any]) -> None:
+    def translate(self, text: Statements, outputs: list[Any]) -> None:
         """Copies of the members that outputs are made of."""
         wanted, stack = set(), list(outputs)
         while stack:
@@ -491,7 +300,7 @@ class _Builder:
                     for n in node.all_input_nodes
                 }
                 text.pointwise(node, node, sources)
-            except (NoPlace, scan_pointwise.Unknown):
+            except (NoPlace, scan_operations.Unknown):
                 raise _Refused(node) from None
 
     def to_store(self, node: Any) -> Stored:
@@ -523,21 +332,6 @@ def _is_dense(tensor: Any) -> bool:
 def _renamed(text: str, prefix: str, names: list[str]) -> str:
     """A text whose ``x0, x1, ...`` go by other names."""
     return re.sub(rf"\b{prefix}(\d+)\b", lambda m: names[int(m[1])], text) if names else text
-
-
-def _is_fusible(node: Any, site: Any) -> bool:
-    tensor = value(node)
-    return (
-        node.op == "call_function"
-        and isinstance(tensor, torch.Tensor)
-        and (tensor.device == _device(site) or scan_pointwise.is_constant(node))
-        and scan_pointwise.is_translatable(node)
-    )
-
-
-def _device(site: Any) -> Any:
-    out = value(site)
-    return (out[0] if isinstance(out, (tuple, list)) else out).device
 
 
 def fuse(site: Site) -> Fused:

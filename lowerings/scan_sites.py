@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from inductor_ext.lowerings.scan_members import Site
 from inductor_ext.lowerings.scan_places import Step
-from inductor_ext.lowerings.scan_region import Site
 from inductor_ext.templates import scan_forms
 from inductor_ext.templates.scan_program import Input, Program
 
-from inductor_ext import compat, compat_user_kernels, scan_pointwise
+from inductor_ext import compat, compat_scans, scan_operations, scan_pointwise
 from inductor_ext.editing import value
 
 aten = torch.ops.aten
@@ -46,8 +47,8 @@ class NoSite(Exception):
 
 def _type(dtype: torch.dtype) -> str:
     try:
-        return scan_pointwise.computed_type(dtype)
-    except scan_pointwise.Unknown as error:
+        return scan_operations.computed_type(dtype)
+    except scan_operations.Unknown as error:
         raise NoSite(str(error)) from None
 
 
@@ -81,7 +82,7 @@ def _aten(node: Any) -> Site:
         raise NoSite(str(error)) from None
     widened = f"v = x0.to({kind})"
     if dtype != source.dtype and dtype in (torch.bfloat16, torch.float16):
-        widened = f"v = x0.to({scan_pointwise.stored_type(dtype)}).to({kind})"
+        widened = f"v = x0.to({scan_operations.stored_type(dtype)}).to({kind})"
     wide = f"v = v.to(tl.{scan_forms_type(form.states[0])})"
     text = scan_forms.LOGARITHM if name == "logsumexp" else "s0"
     consume = f"y0 = ({text}).to({kind})"
@@ -141,7 +142,7 @@ def _higher_order(node: Any) -> Site:
     graph = getattr(node.graph.owning_module, function.target).graph
     try:
         combine = scan_pointwise.combine(graph)
-    except scan_pointwise.Unknown as error:
+    except scan_operations.Unknown as error:
         raise NoSite(str(error)) from None
     return of_combine(node, combine, list(leaves), 0, False, "associative_scan")
 
@@ -221,13 +222,13 @@ def _associative(node: Any) -> Site:
     from inductor_ext.ops import _combine_text
 
     leaves, text, dim, reverse = _arguments(node)
-    function = _combine_text.read(text, len(leaves))
+    function = copy.deepcopy(_combine_text.read(text, len(leaves)))
     dtypes = [_combine_text.wide(value(leaf).dtype) for leaf in leaves]
     inputs = [torch.empty([], dtype=dtype, device="meta") for dtype in (*dtypes, *dtypes)]
     _Values(function).run(*inputs)
     try:
         combine = scan_pointwise.combine(function.graph)
-    except scan_pointwise.Unknown as error:
+    except scan_operations.Unknown as error:
         raise NoSite(str(error)) from None
     return of_combine(node, combine, list(leaves), int(dim), reverse, "associative_scan")
 
@@ -241,7 +242,7 @@ class _Values(torch.fx.Interpreter):
 
 
 _MAKERS: dict[Any, Callable[[Any], Site]] = {op: _aten for op in NAMES}
-_MAKERS[compat_user_kernels.associative_scan()] = _higher_order
+_MAKERS[compat_scans.associative_scan()] = _higher_order
 _OWN: dict[str, Callable[[Any], Site]] = {
     "inductor_ext::scan": _scan,
     "inductor_ext::scan_with_index": _scan,
