@@ -31,7 +31,7 @@ from inductor_ext import (
     registry,
     report,
 )
-from inductor_ext.editing import Editor, value
+from inductor_ext.editing import Editor, Numbers, value
 
 aten = torch.ops.aten
 NAME = "scan"
@@ -137,8 +137,7 @@ class _Emitter:
     def viewed(self, node: Any, steps: tuple[Step, ...]) -> Any:
         for step in steps:
             if step.target is None:
-                shape = self.sizes(value(step.args[0]).shape)
-                node = self.editor.call(aten.expand.default, node, shape)
+                node = self.editor.call(aten.expand.default, node, self.sizes(step.args))
             else:
                 target = step.target
                 if target is aten.reshape.default:
@@ -219,14 +218,23 @@ class _Emitter:
 
 def rewrite(graph: Any) -> None:
     """The pass over a graph behind autograd."""
-    for node in [n for n in graph.nodes if scan_sites.is_scan(n)]:
+    scans = [n for n in graph.nodes if scan_sites.is_scan(n)]
+    numbers = Numbers(graph) if len(scans) > 1 else None
+    for node in scans:
+        same = node if numbers is None else numbers.of(node)
+        if same is not node:  # stock computes what is equal once, behind this
+            node.replace_all_uses_with(same)
+            editing.erase_unused(graph, [node])
+    for node in scans:
         if compat_fx.is_erased(node) or not node.users:
             continue
         here = str(node.target)
         forced = choosing.forced_choice(NAME)
         try:
             if forced is not None and re.fullmatch(forced, choosing.STOCK):
-                raise _Left(f"forced to {forced}")
+                why = f"forced to {forced}"
+                report.record(report.Decision(NAME, False, choosing.STOCK, why, here, "forced"))
+                continue
             site = scan_sites.site_of(node)
             here = _label(site)
             _check(site)

@@ -19,10 +19,17 @@ NOWHERE = -1  # the scanned dimension is none of the node's, or one entry serves
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A view, ``target(x, *args)``; without a target expanded to the shape of the node in args."""
+    """A view, ``target(x, *args)``; without a target expanded to the shape of the node ``like``,
+    whose size expressions are the arguments then."""
 
     target: Any
     args: tuple[Any, ...]
+    like: Any = dataclasses.field(default=None, compare=False)
+
+
+def expansion(like: Any) -> Step:
+    """To the shape of a node."""
+    return Step(None, tuple(compat.expr(s) for s in value(like).shape), like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +247,7 @@ def broadcast(source: Any, to: Any, place: Place) -> Place:
     ):
         return place
     dim = broadcast_dim(value(source), value(to), place.dim)
-    return Place((Step(None, (to,)), *place.steps), dim, place.mirrored)
+    return Place((expansion(to), *place.steps), dim, place.mirrored)
 
 
 def viewed(tensor: Any, steps: tuple[Step, ...]) -> Any:
@@ -251,7 +258,7 @@ def viewed(tensor: Any, steps: tuple[Step, ...]) -> Any:
             for step in steps:
                 args = torch.fx.node.map_arg(step.args, value)
                 if step.target is None:
-                    tensor = tensor.expand(args[0].shape)
+                    tensor = tensor.expand(value(step.like).shape)
                 elif step.target in _RESHAPES:
                     tensor = tensor.view(thawed(args[0]))
                 else:

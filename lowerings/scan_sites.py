@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings.scan_members import Site
-from inductor_ext.lowerings.scan_places import Step
+from inductor_ext.lowerings.scan_places import Step, expansion
 from inductor_ext.templates import scan_forms
 from inductor_ext.templates.scan_program import Input, Program
 
@@ -191,7 +191,7 @@ def _initial(read: list[Any], h0: Any, like: Any, dim: int) -> dict[int, tuple[S
     if h0 is None:
         return {}
     read.append(h0)
-    steps = Step(aten.unsqueeze.default, (dim,)), Step(None, (like,))
+    steps = Step(aten.unsqueeze.default, (dim,)), expansion(like)
     return {len(read) - 1: steps}
 
 
