@@ -11,8 +11,8 @@ A word is 64 bits: the number of the call in the upper half, 32 bits of state in
 and writer need no order between them, and no word needs to be cleared: the workspace is zeroed
 once, and the last program of a call leaves it ready for the next.
 
-Workspace, in int64 words: [0] next ticket, [1] calls so far, [2] programs that are done, [3] none,
-then the words of the levels.
+Workspace, in int64 words: [0] tickets taken, [1] those of earlier calls, [2] calls so far, [3]
+nothing, then the words of the levels.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ HEADER = 4
 
 
 @triton.jit
-def finish(workspace, call, programs):
-    """Make the workspace ready for the next call, by the last program of this one."""
-    done = tl.atomic_add(workspace + 2, 1, sem="acq_rel")
-    if done == programs - 1:
-        tl.store(workspace, 0)
-        tl.store(workspace + 2, 0)
-        tl.store(workspace + 1, call)
+def take(workspace, base, call, last):
+    """A ticket of this call: 0, 1, ... ``last``. ``base`` and ``call`` (its number) are what the
+    workspace held before the first of them was taken, so the program with the last ticket, which
+    knows that all have read them, makes them those of the next call."""
+    ticket = tl.atomic_add(workspace, 1, sem="acq_rel") - base
+    if ticket == last:
+        tl.store(workspace + 1, base + last + 1)
+        tl.store(workspace + 2, call)
+    return ticket
 
 
 @triton.jit

@@ -78,7 +78,7 @@ def form(name: str, dtype: torch.dtype, wide: bool = True) -> Form:
         sign = ">=" if name == "cummax" else "<="
         return Form((kind, index), _PAIR.format(sign=sign), f"s0 = v\ns1 = t.to(tl.{index})")
     if name == "logsumexp":
-        return Form((kind, kind), _LOGSUMEXP, "s0 = v\ns1 = v * 0")
+        return Form((kind, kind), _LOGSUMEXP, "s0 = v\ns1 = tl.zeros_like(v)")
     if name == "affine":
         return Form((kind, kind), _AFFINE, "")
     raise ValueError(f"expected a scan with a name, not {name!r}")

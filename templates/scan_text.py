@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +166,8 @@ def _lanes(layout: Layout, ticket: str = "") -> str:
     else:  # lanes do
         lines += [f"block = {ticket} % blocks", f"k = {ticket} // blocks"]
     lines.append(f"lane = block * LANES + tl.arange(0, LANES){lane}")
-    lines.append("live = lane < lanes")
+    more = f" & ({ticket} < tiles * blocks)" if layout.shared and layout.ahead else ""
+    lines.append(f"live = (lane < lanes){more}")
     rest = "lane"
     for i in reversed(range(1, layout.lane_dims)):
         lines.append(f"i{i} = {rest} % n{i}")
@@ -273,9 +275,15 @@ def _looped(program: Program, layout: Layout) -> str:
     return "\n".join([*parts, _indented("\n".join(body))])
 
 
+def _announced(program: Program, layout: Layout) -> str:
+    e = _leaves("e", program)
+    at = "lane * tiles + k" if layout.axis else "lane + k * lanes"
+    return f"publish(words, plane, {at}, live, call, {e})"
+
+
 def _before(program: Program, layout: Layout) -> str:
-    """Publish a tile's total ``e``, and find the state ``p`` in front of the tile (any, if it is
-    the first): of all groups of groups, then groups, then tiles in front of it, in one window."""
+    """Find the state ``p`` in front of a tile (any, if it is the first), whose total is ``e``: of
+    groups of groups, then groups, then tiles in front of it, in one window."""
     p, e, u, g = (_leaves(prefix, program) for prefix in "peug")
     at = ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
     step = "" if layout.axis else " * lanes"
@@ -290,7 +298,6 @@ near = group % GROUP
 base0 = {at[0]}
 base1 = lanes * tiles + {at[1]}
 base2 = lanes * (tiles + groups) + {at[2]}
-publish(words, plane, base0 + k{step}, live, call, {e})
 {chr(10).join(f"p{i} = e{i}" for i in count)}
 if own == GROUP - 1:
     {u} = folded(words, plane, base0 + (group * GROUP + j){step}, j, live, call, own)
@@ -323,33 +330,44 @@ for w in range(0, above // GROUP):
 
 def _shared(program: Program, layout: Layout) -> str:
     """Tiles of one scan are many programs'. With ``ahead`` a program goes from ticket to ticket,
-    and loads the next tile before it waits for what precedes the present one."""
+    and publishes the next tile's total before it asks for what precedes the present one."""
     window = "[None, :]" if layout.axis else "[:, None]"
-    head = f"""call = tl.load(workspace + 1, volatile=True) + 1
-tiles = tl.cdiv(length, size)
+    head = f"""tiles = tl.cdiv(length, size)
 groups = tl.cdiv(tiles, GROUP)
 supers = tl.cdiv(groups, GROUP)
 blocks = tl.cdiv(lanes, LANES)
 plane = lanes * (tiles + groups + supers)
 words = workspace + 4
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
-ticket = tl.atomic_add(workspace, 1, sem="relaxed")"""
-    body = [
+base = tl.load(workspace + 1, volatile=True)
+call = tl.load(workspace + 2, volatile=True) + 1
+last = tiles * blocks{" + tl.num_programs(0)" if layout.ahead else ""} - 1
+ticket = take(workspace, base, call, last)"""
+    here = [_lanes(layout, "ticket"), _place(program, layout)]
+    tile = [
+        *here,
+        _loads(program, layout),
         _states(program, layout),
         _last(program, "e", _end(program, layout), layout.axis),
-        _before(program, layout),
-        _after(program, "p", "k > 0"),
-        _stores(program, layout),
+        _announced(program, layout),
     ]
-    end = "finish(workspace, call, tl.num_programs(0))"
-    place = [_lanes(layout, "ticket"), _place(program, layout)]
+    behind = [_before(program, layout), _after(program, "p", "k > 0"), _stores(program, layout)]
     if not layout.ahead:
-        return "\n".join([head, *place, _loads(program, layout), *body, end])
-    fetch = [*place, _loads(program, layout, "next")]
-    now = [_lanes(layout, "now"), _place(program, layout)]
-    taken = ["now = ticket", _taken(program), 'ticket = tl.atomic_add(workspace, 1, sem="relaxed")']
-    loop = _indented("\n".join([*taken, *fetch, *now, *body]))
-    return "\n".join([head, *fetch, "while ticket < tiles * blocks:", loop, end])
+        return "\n".join([head, *tile, *behind])
+    every = range(len(program.states))
+    keep = [f"now = ticket\n{chr(10).join(f'had{i} = s{i}{chr(10)}sum{i} = e{i}' for i in every)}"]
+    swap = [
+        "then = ticket",
+        *(f"new{i} = s{i}\ns{i} = had{i}\nnext{i} = e{i}\ne{i} = sum{i}" for i in every),
+        _lanes(layout, "now"),
+        _place(program, layout),
+        _loads(program, layout) if re.search(r"\bx\d", program.consume) else "",
+    ]
+    back = ["now = then", *(f"had{i} = new{i}\nsum{i} = next{i}" for i in every)]
+    loop = ["ticket = take(workspace, base, call, last)", *tile, *swap, *behind, *back]
+    return "\n".join(
+        [head, *tile, *keep, "while now < tiles * blocks:", _indented("\n".join(loop))]
+    )
 
 
 @functools.cache
@@ -384,7 +402,7 @@ def kernel(program: Program, layout: Layout) -> Any:
     name = f"<inductor_ext scan {kernel.cache_info().currsize}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     scope = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": "inductor_ext_scan"}
-    for helper in ("finish", "put", "get", "low_bits", "high_bits", "joined", "picked"):
+    for helper in ("take", "put", "get", "low_bits", "high_bits", "joined", "picked"):
         scope[helper] = getattr(scan, helper)
     exec(compile(source, name, "exec"), scope)
     return scope[f"scan_{'rows' if layout.axis else 'columns'}"]
