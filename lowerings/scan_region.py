@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import torch
-from inductor_ext.lowerings.scan_members import Members, Site, is_fusible
+from inductor_ext.lowerings.scan_members import Member, Members, Site, is_fusible
 from inductor_ext.lowerings.scan_places import (
     FLIPS,
     NOWHERE,
@@ -110,6 +110,14 @@ class _Builder:
         width = sum(value(n).dtype.itemsize for n in leaves)
         return len(leaves) <= 1 and width <= value(node).dtype.itemsize
 
+    def is_kept(self, node: Any, place: Place, shift: int = 0) -> bool:
+        """Whether a value on the way to the scan is stored as well, since memory must hold it."""
+        if node in self.mine or node in self.behind.refused or place.steps or shift:
+            return False
+        return not place.mirrored and not all(
+            user in self.mine or is_fused_by_stock(user) for user in node.users
+        )
+
     def pull(self, text: Statements, node: Any, place: Place, shift: int = 0) -> Any:
         """The copy of a node's value at ``place``, ``shift`` positions before. Raises NoPlace."""
         if node in self.members or node in self.behind.later:
@@ -130,7 +138,7 @@ class _Builder:
                     self.flips.add(node)
                 return copy
         elif is_fusible(node, self.site.node) and (
-            node in self.mine or self.is_worth_inlining(node)
+            node in self.mine or self.is_kept(node, place, shift) or self.is_worth_inlining(node)
         ):
             before = text.state()
             try:
@@ -174,18 +182,18 @@ class _Builder:
                     consume.known[node] = copy
         for number, (node, (index, fill)) in enumerate(self.shifted.items()):
             dtype = value(node).dtype
-            kind, missing = (
-                scan_operations.computed_type(dtype),
-                scan_operations.literal(fill, dtype),
-            )
+            kind = scan_operations.computed_type(dtype)
+            missing = scan_operations.literal(fill, dtype)
             shifted.append(f"e{number} = tl.where(t == 0, {missing}, o{index}.to({kind}))")
             consume.known[node] = consume.given(("shifted", number), node, f"e{number}")
         outputs = [n for n in self.members if self.is_to_store(n)]
+        if not outputs:
+            raise CanNotFuse("nothing reads it")
+        self.check_worth(outputs)
         # Values of inputs come first, then the scan's results, then what is made of them.
         split = len(consume.lines())
         self.translate(consume, outputs)
-        if not outputs:
-            raise CanNotFuse("nothing reads it")
+        outputs += self.kept(produce, consume)
         if len(outputs) > MOST_OUTPUTS:
             drop = [n for n in outputs if not self.is_result(n)]
             raise _Refused(drop[-1]) if drop else CanNotFuse("it has too many results")
@@ -220,6 +228,29 @@ class _Builder:
             flips,
         )
 
+    def kept(self, produce: Statements, consume: Statements) -> list[Any]:
+        """Values on the way to the scan that are stored; their copies are in ``consume`` then."""
+        home = Place((), self.site.dim, False)
+        found = [
+            n
+            for n in self.order
+            if n in self.inlined
+            and ((n, home, 0) in produce.known or (n, home, 0) in consume.known)
+            and self.is_kept(n, home)
+        ]
+        for node in found:
+            try:
+                consume.known[node] = self.pull(consume, node, home)
+            except NoPlace:
+                raise _Refused(node) from None
+        behind = set(found)
+        for node in self.order:
+            if node not in self.mine and any(n in behind for n in node.all_input_nodes):
+                behind.add(node)
+        if any(leaf.node in behind for leaf in self.leaves):
+            raise _Refused(found[-1])
+        return found
+
     def place_below(self, node: Any) -> int | None:
         """The scanned dimension in a member that is a view."""
         return None if self.members[node].of is None else self.members[node].place.dim
@@ -249,7 +280,7 @@ class _Builder:
         for node in reversed(outputs):
             if node in self.shifted or self.is_result(node) or self.members[node].of is not None:
                 continue
-            if not all(_is_fused_by_stock(u) for u in node.users if u not in self.members):
+            if not all(is_fused_by_stock(u) for u in node.users if u not in self.members):
                 continue
             inner = [n for n in node.all_input_nodes if n in self.members]
             before = {self.stored_as(n) for n in inner} - set(outputs)
@@ -304,14 +335,15 @@ class _Builder:
                 raise _Refused(node) from None
 
     def to_store(self, node: Any) -> Stored:
-        member, tensor = self.members[node], value(node)
+        tensor = value(node)
+        member = self.members.get(node, Member(Place((), self.site.dim, False), ()))
         there = viewed(torch.empty_like(tensor), member.place.steps)
         dense = viewed(tensor, member.place.steps)
         strides = dense.stride() if _is_dense(tensor) else there.stride()
         return Stored(node, member.steps, tuple(strides))
 
 
-def _is_fused_by_stock(node: Any) -> bool:
+def is_fused_by_stock(node: Any) -> bool:
     """Whether stock computes what a node reads where it reads it."""
     return matching.is_pointwise(node) or matching.is_reduction(node)
 

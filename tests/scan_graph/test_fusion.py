@@ -169,6 +169,34 @@ def test_a_gradient_is_one_kernel_without_flips(forced, launches, run):
         assert (got.double() - want).norm() <= 1e-5 * want.norm()
 
 
+def test_what_the_backward_needs_is_stored_on_the_way(forced, launches, run):
+    """The factors are saved: the kernel that computes them for the scan writes them."""
+    a, x = (t.requires_grad_() for t in arguments("a x"))
+
+    def fn(a, x):
+        return (a.sigmoid() * x).cumsum(1)
+
+    code = forced(fn, a, x, grad=True)
+    assert launches(code).splitlines()[:2] == ["forward", "  scan_rows reads=2 writes=2"]
+    g = torch.randn(R, N)
+    _, grads = run(code, a, x, grad_outputs=[g])
+    wide = [t.detach().double().requires_grad_() for t in (a, x)]
+    fn(*wide).backward(g.double())
+    for i, want in enumerate(wide):
+        assert (grads[f"args[{i}]"].double() - want.grad).norm() <= 1e-5 * want.grad.norm()
+
+
+def test_a_value_that_the_kernel_also_reads_another_way_is_not_stored_by_it(forced, run, judge):
+    """Through the product, the transposed factor depends on what the kernel would store."""
+
+    def fn(x):
+        y = x.exp()
+        return y.cumsum(0) * (y @ y)
+
+    x = torch.randn(40, 40) * 0.1
+    judge(fn, [x], run(forced(fn, x), x))
+
+
 def test_special_values(forced, run):
     x = torch.randn(R, N)
     x[0, 7], x[1, 9], x[2, 3], x[2, 8] = float("nan"), float("inf"), float("inf"), -float("inf")
