@@ -104,7 +104,7 @@ def apart(fn: Callable[[], Result]) -> Result:
 
 
 def functional_graph(fn: Any, tensors: Any, decompose: bool = False) -> Any:
-    """``fn`` of tensors, which may take gradients, as a graph of aten operations that write nothing.
+    """``fn`` of tensors, which may take gradients, as aten operations that write nothing;
     ``decompose``: what torch takes apart for every compiler is taken apart."""
     from torch._decomp import core_aten_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -1,9 +1,9 @@
-"""``scan_gradient``: gradients of ``torch.associative_scan``, in front of AOTAutograd.
+"""``scan_gradient``: gradients of ``torch.associative_scan`` and ``cumprod``, in front of AOTAutograd.
 
 torch's own gradient of several leaves takes every leaf for one that only goes into its own result:
 grad(a) of h = a h' + b is 0 for a loss on h. Before 2.15 it also costs T^2 for one leaf. Where a
 gradient is recorded the scan is replaced by an operation with the right one, linear in T; where
-the combine function has none that is known, the gradient raises.
+the combine function has none that is known, the gradient raises. ``cumprod``'s is right but slow.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from inductor_ext.lowerings import mhc_sites
 from inductor_ext import compat_fx, compat_ir, compat_pre_grad, registry
 from inductor_ext.ops import _combine, _recurrence
 from inductor_ext.ops import _combine_text as texts
+from inductor_ext.ops import _cumprod  # noqa: F401  (defines the operation)
 from inductor_ext.shadow import value_of
 
 NAME = "scan_gradient"
 SCAN = _combine._scan._opoverload
 RECURRENCE = _recurrence._recurrence._opoverload
+PRODUCT = torch.ops.inductor_ext.cumprod.default
 REFUSAL = _combine._no_gradient._opoverload
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -30,18 +32,28 @@ _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def rewrite(graph: Any) -> None:
     """The pass over a graph of torch functions."""
     scans = [n for n in graph.nodes if n.target is torch.ops.higher_order.associative_scan]
-    if not scans:
+    products = [n for n in graph.nodes if n.target in (torch.cumprod, "cumprod")]
+    if not scans and not products:
         return
     recording = _recording(graph)
-    scans = [n for n in scans if recording[n] and any(value_of(x).requires_grad for x in n.args[1])]
-    if not scans:
+    scans = [n for n in scans if recording[n] and any(map(_has_gradient, n.args[1]))]
+    products = [n for n in products if recording[n] and n.args and _has_gradient(n.args[0])]
+    modes = [compat_pre_grad.fake_mode_of(value_of(n)) for n in graph.nodes]
+    mode = next((m for m in modes if m is not None), None)
+    if mode is None or not (scans or products):
         return
-    mode = compat_pre_grad.fake_mode_of(value_of(scans[0].args[1][0]))
     with compat_pre_grad.replaying(mode):
         for scan in scans:
             _replace(graph, scan)
+        for product in products:
+            _replace_product(graph, product)
     graph.lint()
     graph.owning_module.recompile()
+
+
+def _has_gradient(node: Any) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _recording(graph: Any) -> dict[Any, bool]:
@@ -186,6 +198,29 @@ def _moved(node: Any) -> int:
     if node.target is torch.movedim and len(node.args) == 3 and node.args[2] == 0:
         return int(node.args[1])
     return 0
+
+
+# --- cumprod --------------------------------------------------------------------------------------
+
+
+def _replace_product(graph: Any, node: Any) -> None:
+    """An operation with a gradient of one kernel for ``cumprod``, whose own is three scans."""
+    given = dict(zip(("x", "dim"), node.args, strict=False)) | dict(node.kwargs)
+    x, dim, dtype = given["x"], given.get("dim"), given.get("dtype")
+    value = value_of(x)
+    dtype = value.dtype if dtype is None else dtype
+    if compat_pre_grad.fake_mode_of(value) is None or not compat_fx.writes_triton(value.device):
+        return
+    if not isinstance(dim, int) or value.dim() == 0 or dtype not in _REAL or "out" in given:
+        return
+    program = mhc_sites.Program(graph)
+    program.before(node)
+    if dtype != value.dtype:
+        x = program.call("to", x, dtype)
+    node.replace_all_uses_with(program.call(PRODUCT, x, dim % value.dim()))
+    graph.erase_node(node)
+    site = mhc_sites.describe("cumprod", x, value)
+    mhc_sites.fired(NAME, "operation", site, "its gradient is one scan, which divides by nothing")
 
 
 # --- code -----------------------------------------------------------------------------------------
