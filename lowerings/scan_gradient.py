@@ -1,4 +1,4 @@
-"""``scan_gradient``: gradients of ``torch.associative_scan`` and ``cumprod``, in front of AOTAutograd.
+"""``scan_gradient``: gradients of ``associative_scan`` and ``cumprod``, in front of AOTAutograd.
 
 torch's own gradient of several leaves takes every leaf for one that only goes into its own result:
 grad(a) of h = a h' + b is 0 for a loss on h. Before 2.15 it also costs T^2 for one leaf. Where a
@@ -16,9 +16,12 @@ import torch
 from inductor_ext.lowerings import mhc_sites
 
 from inductor_ext import compat_fx, compat_ir, compat_pre_grad, registry
-from inductor_ext.ops import _combine, _recurrence
+from inductor_ext.ops import (
+    _combine,
+    _cumprod,  # noqa: F401  (defines the operation)
+    _recurrence,
+)
 from inductor_ext.ops import _combine_text as texts
-from inductor_ext.ops import _cumprod  # noqa: F401  (defines the operation)
 from inductor_ext.shadow import value_of
 
 NAME = "scan_gradient"

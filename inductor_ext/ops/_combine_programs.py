@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from inductor_ext import compat_fx, scan_pointwise
+from inductor_ext import compat_fx, scan_operations, scan_pointwise
 from inductor_ext.ops import _combine_text as texts
 from inductor_ext.templates.scan_forms import state_type
 from inductor_ext.templates.scan_program import Input, Program
@@ -54,8 +54,8 @@ def _graph(text: str, dtypes: Dtypes) -> torch.fx.Graph:
 
 def _wide(name: str, dtype: torch.dtype) -> str:
     """A value as it is stored, as it is computed with."""
-    kind = scan_pointwise.computed_type(texts.wide(dtype))
-    return name if kind == scan_pointwise.stored_type(dtype) else f"{name}.to({kind})"
+    kind = scan_operations.computed_type(texts.wide(dtype))
+    return name if kind == scan_operations.stored_type(dtype) else f"{name}.to({kind})"
 
 
 @functools.lru_cache(maxsize=128)
@@ -67,8 +67,8 @@ def forward(combine: str, dtypes: Dtypes, reverse: bool) -> Program:
         raise NoProgram(f"it has {k} leaves, more than {MOST_STATES}")
     try:
         text = scan_pointwise.combine(_graph(combine, wides))
-        stored = [scan_pointwise.stored_type(dtype) for dtype in dtypes]
-    except scan_pointwise.Unknown as reason:
+        stored = [scan_operations.stored_type(dtype) for dtype in dtypes]
+    except scan_operations.Unknown as reason:
         raise NoProgram(str(reason)) from reason
     return Program(
         inputs=tuple(map(Input, dtypes)),
@@ -113,7 +113,7 @@ def backward(
     dtypes ``grads``; ``reverse`` is the forward's. Raises NoProgram."""
     try:
         return _Backward(combine, dtypes, grads, present, reverse).made()
-    except scan_pointwise.Unknown as reason:
+    except scan_operations.Unknown as reason:
         raise NoProgram(str(reason)) from reason
 
 
@@ -179,7 +179,7 @@ class _Backward:
             elif isinstance(entry, str):
                 found.append(self._argument(entry, behind))
             else:
-                found.append(scan_pointwise.literal(entry, self.wides[self.active[0]]))
+                found.append(scan_operations.literal(entry, self.wides[self.active[0]]))
         return "\n".join(lines), found
 
     # --- the state --------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class _Backward:
         entries = [e for e in produced if not isinstance(e, tuple)]
         text, found = self._entries(entries, 0)
         expressions = iter(found)
-        kind = scan_pointwise.computed_type(self.wides[self.active[0]])
+        kind = scan_operations.computed_type(self.wides[self.active[0]])
         lines = [text]
         for state, what in enumerate(produced):
             if not isinstance(what, tuple):
@@ -239,7 +239,7 @@ class _Backward:
             elif what[1] in self.grads:
                 value = f"{self._input('g', what[1], 0)}.to({kind})"
             else:
-                value = scan_pointwise.literal(0.0, self.wides[self.active[0]])
+                value = scan_operations.literal(0.0, self.wides[self.active[0]])
             lines.append(f"s{state} = {value}")
         return "\n".join(lines)
 
@@ -259,7 +259,7 @@ class _Backward:
             terms = whole + ([f"tl.where(first, {edge}, {' + '.join(rest)})"] if rest else [])
             if not terms:
                 terms = [f"tl.where(first, {edge}, 0.0)"]
-            stored = scan_pointwise.stored_type(self.dtypes[leaf])
+            stored = scan_operations.stored_type(self.dtypes[leaf])
             lines.append(f"y{at} = ({' + '.join(terms)}).to({stored})")
         return "\n".join(lines)
 
