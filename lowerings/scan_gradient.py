@@ -241,3 +241,4 @@ def lower_scan(xs: Any, combine: str, dim: int, reverse: bool) -> Any:
 
 
 registry.register(registry.Lowering(NAME, lower={SCAN: lower_scan}, passes={"pre_grad": rewrite}))
+compat_pre_grad.accept_lifted_sizes(lambda: registry.is_enabled(NAME))
