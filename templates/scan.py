@@ -44,9 +44,11 @@ def put(words, at, mask, bits, call):
 
 @triton.jit
 def pause(some):
-    """Some tens of nanoseconds in which others may use the memory; ``some`` as it came."""
+    """``some`` as it came, some tens of nanoseconds later, in which others may use the memory.
+    Called pure: what it returns is used, and an impure one would hide from Inductor what a kernel
+    writes to."""
     return tl.inline_asm_elementwise(
-        "nanosleep.u32 40; mov.b32 $0, $1;", "=r,r", [some], tl.int32, is_pure=False, pack=1
+        "nanosleep.u32 40; mov.b32 $0, $1;", "=r,r", [some], tl.int32, is_pure=True, pack=1
     )
 
 
@@ -63,10 +65,9 @@ def get(words, at, mask, call):
     missing = ((word >> 32) & 0xFFFFFFFF) != stamp
     wait = tl.max(tl.max(missing.to(tl.int32), 1), 0)
     while wait != 0:
-        pause(wait)
         word = tl.where(missing, tl.load(words + at, mask=missing, other=none, volatile=True), word)
         missing = ((word >> 32) & 0xFFFFFFFF) != stamp
-        wait = tl.max(tl.max(missing.to(tl.int32), 1), 0)
+        wait = pause(tl.max(tl.max(missing.to(tl.int32), 1), 0))
     return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
 
 

@@ -330,7 +330,8 @@ for w in range(0, above // GROUP):
 
 def _shared(program: Program, layout: Layout) -> str:
     """Tiles of one scan are many programs'. With ``ahead`` a program goes from ticket to ticket,
-    and publishes the next tile's total before it asks for what precedes the present one."""
+    and has published the next tile's total, and asked for the inputs of the one after that, before
+    it asks for what precedes the present one."""
     window = "[None, :]" if layout.axis else "[:, None]"
     head = f"""tiles = tl.cdiv(length, size)
 groups = tl.cdiv(tiles, GROUP)
@@ -341,33 +342,35 @@ words = workspace + 4
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
 base = tl.load(workspace + 1, volatile=True)
 call = tl.load(workspace + 2, volatile=True) + 1
-last = tiles * blocks{" + tl.num_programs(0)" if layout.ahead else ""} - 1
+last = tiles * blocks{" + 2 * tl.num_programs(0)" if layout.ahead else ""} - 1
 ticket = take(workspace, base, call, last)"""
     here = [_lanes(layout, "ticket"), _place(program, layout)]
-    tile = [
-        *here,
-        _loads(program, layout),
+    states = [
         _states(program, layout),
         _last(program, "e", _end(program, layout), layout.axis),
         _announced(program, layout),
     ]
     behind = [_before(program, layout), _after(program, "p", "k > 0"), _stores(program, layout)]
     if not layout.ahead:
-        return "\n".join([head, *tile, *behind])
+        return "\n".join([head, *here, _loads(program, layout), *states, *behind])
     every = range(len(program.states))
-    keep = [f"now = ticket\n{chr(10).join(f'had{i} = s{i}{chr(10)}sum{i} = e{i}' for i in every)}"]
+    fetch = [*here, _loads(program, layout, "next")]
+    scanned = [*here, _taken(program), *states]
+    keep = ["now = ticket", *(f"had{i} = s{i}\nsum{i} = e{i}" for i in every)]
+    more = ["ticket = take(workspace, base, call, last)", *fetch]
     swap = [
         "then = ticket",
-        *(f"new{i} = s{i}\ns{i} = had{i}\nnext{i} = e{i}\ne{i} = sum{i}" for i in every),
+        *(f"new{i} = s{i}\nnew_sum{i} = e{i}" for i in every),
+        *more,
+        *(f"s{i} = had{i}\ne{i} = sum{i}" for i in every),
         _lanes(layout, "now"),
         _place(program, layout),
         _loads(program, layout) if re.search(r"\bx\d", program.consume) else "",
     ]
-    back = ["now = then", *(f"had{i} = new{i}\nsum{i} = next{i}" for i in every)]
-    loop = ["ticket = take(workspace, base, call, last)", *tile, *swap, *behind, *back]
-    return "\n".join(
-        [head, *tile, *keep, "while now < tiles * blocks:", _indented("\n".join(loop))]
-    )
+    back = ["now = then", *(f"had{i} = new{i}\nsum{i} = new_sum{i}" for i in every)]
+    loop = _indented("\n".join([*scanned, *swap, *behind, *back]))
+    start = [head, *fetch, *scanned, *keep, *more]
+    return "\n".join([*start, "while now < tiles * blocks:", loop])
 
 
 @functools.cache
