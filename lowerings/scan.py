@@ -152,6 +152,14 @@ class _Emitter:
         return node
 
     def emit(self) -> None:
+        """Raises CanNotFuse, the graph being as it was."""
+        try:
+            self._emit()
+        except CanNotFuse:
+            self.editor.undo()
+            raise
+
+    def _emit(self) -> None:
         fused, editor = self.fused, self.editor
         site, stored = fused.site, fused.stored
         self.at = max((s.node for s in stored), key=self.order.__getitem__)
@@ -192,6 +200,8 @@ class _Emitter:
                 arguments[name] = tensors[given]
             else:
                 size = self.size(given)
+                if isinstance(size, int) and size >= 2**31 and not compat_user_kernels.takes_wide():
+                    raise CanNotFuse("this torch gives a kernel no sizes from 2^31 on")
                 (constants if isinstance(size, int) else arguments)[name] = size
         written = [n for n, slot in laid.arguments.items() if str(slot)[0] in "yw"]
         call = self.kernel(laid, constants, arguments, written)
