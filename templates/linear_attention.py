@@ -23,16 +23,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-STRONGEST = tl.constexpr(-110.0)  # e^-110 is 0 in fp32: a stronger decay is the same one
+LOG2_E = tl.constexpr(1.4426950408889634)
+STRONGEST = tl.constexpr(-160.0)  # 2^-160 is 0 in fp32: a stronger decay is the same one
 
 
 @triton.jit
 def as_decay(g, WIDE: tl.constexpr):
-    g = g.to(tl.float32)
-    g = tl.where(g < STRONGEST, STRONGEST, g)  # NaN stays
-    if WIDE:
-        g = g.to(tl.float64)
-    return g
+    """The base-2 logarithm of what is kept; in fp64 beside fp32, for the sake of differences."""
+    g = g.to(tl.float64 if WIDE else tl.float32) * LOG2_E
+    return tl.where(g < STRONGEST, STRONGEST, g)  # NaN stays
 
 
 @triton.jit
@@ -42,9 +41,11 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def product_with_state(a, state, PRECISION: tl.constexpr):
-    """A state sums over all tokens and can be out of fp16's range: TF32 has fp16's precision."""
+    """A state sums over all tokens and can be out of fp16's range: its columns are scaled to 1."""
     if a.dtype == tl.float16:
-        return tl.dot(a.to(tl.float32), state, input_precision="tf32")
+        largest = tl.max(tl.abs(state), 0)
+        largest = tl.where(largest > 0.0, largest, 1.0)[None, :]
+        return tl.dot(a, (state * (1.0 / largest)).to(tl.float16)) * largest
     return tl.dot(a, state.to(a.dtype), input_precision=PRECISION)
 
 
@@ -64,7 +65,7 @@ def chunk_kernel(
     """The chunks of one segment, for one head and one tile of v's columns.
 
     START: the state in front of every segment, or None for 0. END: the state behind it, or None.
-    Without OUTPUT only END is computed, and LOG [BH, segments], the sum of a segment's decays.
+    Without OUTPUT only END is computed, and LOG [BH, segments], the sum of a segment's decays in base 2.
 
     STORE_ENDS: ENDS [BH, chunks, dk, dv] gets the state behind every chunk. EMIT: E [tiles, BH, T]
     gets <w_i, o_i> over the tile's columns, the term i = j of o left out, of W [B, H, T, dv].
@@ -96,9 +97,9 @@ def chunk_kernel(
         g_head = as_decay(tl.load(DECAY), WIDE)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if START is not None:
-        at = START + bh * start_bh + segment * start_segment
-        at += k[:, None] * start_k + v[None, :] * start_v
-        state = tl.load(at, mask=state_here, other=0.0) * start_factor
+        front = START + bh * start_bh + segment * start_segment
+        front += k[:, None] * start_k + v[None, :] * start_v
+        state = tl.load(front, mask=state_here, other=0.0) * start_factor
     log = tl.full([], 0.0, tl.float32)
     if REVERSE:
         earlier = i[:, None] <= i[None, :]
@@ -110,6 +111,11 @@ def chunk_kernel(
         chunk = chunks - 1 - step if REVERSE else step
         origin = (chunk * CHUNK).to(tl.int64)
         here = i < tokens - chunk * CHUNK
+        if ANCHOR:
+            at = ENDS + (bh * chunks + chunk) * (dk * dv) + (k[:, None] * dv + v[None, :])
+            end = tl.load(at, mask=state_here, other=0.0).to(tl.float32)
+            at = (tile.to(tl.int64) * (tl.num_programs(0) // (tiles * segments)) + bh) * chunks
+            tl.store(ANCHORS + at + chunk, scale * tl.sum(tl.sum(end * state, 1), 0))
         keys = tl.load(
             K + origin * k_t + (i[:, None] * k_t + k[None, :]),
             mask=here[:, None] & k_here[None, :], other=0.0,
@@ -135,9 +141,9 @@ def chunk_kernel(
                 suffix = (tl.maximum(count - 1 - i, 0) * g_head).to(tl.float32)
                 distance = i[None, :] - i[:, None] if REVERSE else i[:, None] - i[None, :]
                 between = tl.maximum(distance, 0) * g_head
-            prefix = tl.exp(G.to(tl.float32))
-            suffix = tl.exp(suffix)
-            decayed = tl.exp(total)
+            prefix = tl.exp2(G.to(tl.float32))
+            suffix = tl.exp2(suffix)
+            decayed = tl.exp2(total)
             log += total
         if OUTPUT:
             queries = tl.load(
@@ -146,7 +152,9 @@ def chunk_kernel(
             )  # fmt: skip
             scores = product(queries, tl.trans(keys), PRECISION)
             if DECAYS != "":
-                scores *= tl.exp(tl.where(earlier, between, 0.0).to(tl.float32))
+                scores *= tl.exp2(tl.where(earlier, between, 0.0).to(tl.float32))
+            if EMIT:
+                own = tl.sum(tl.where(i[:, None] == i[None, :], scores, 0.0), 1)
             out = product_with_state(queries, state, PRECISION)
             if DECAYS != "":
                 out *= (suffix if REVERSE else prefix)[:, None]
@@ -161,18 +169,21 @@ def chunk_kernel(
                 at = (tile.to(tl.int64) * (tl.num_programs(0) // (tiles * segments)) + bh) * tokens
                 sums = tl.sum(weights.to(tl.float32) * out, 1) * scale
                 tl.store(E + at + origin + i, sums, mask=here)
-                own = tl.sum(tl.where(i[:, None] == i[None, :], scores, 0.0), 1)
-                out += own[:, None] * values.to(tl.float32)
+                again = tl.load(
+                    V + origin * v_t + (i[:, None] * v_t + v[None, :]),
+                    mask=here[:, None] & v_here[None, :], other=0.0,
+                )  # fmt: skip
+                out += own[:, None] * again.to(tl.float32)
             at = O + origin * o_t + (i[:, None] * o_t + v[None, :])
             tl.store(at, (out * scale).to(O.dtype.element_ty), mask=here[:, None] & v_here[None, :])
-        if ANCHOR:
-            at = ENDS + (bh * chunks + chunk) * (dk * dv) + (k[:, None] * dv + v[None, :])
-            end = tl.load(at, mask=state_here, other=0.0).to(tl.float32)
-            at = (tile.to(tl.int64) * (tl.num_programs(0) // (tiles * segments)) + bh) * chunks
-            tl.store(ANCHORS + at + chunk, scale * tl.sum(tl.sum(end * state, 1), 0))
         if DECAYS != "":
             factor = prefix if REVERSE else suffix
-            values = (values.to(tl.float32) * factor[:, None]).to(keys.dtype)
+            # Read again: triton 3.6 overwrites what is read elementwise and by a pipelined product.
+            again = tl.load(
+                V + origin * v_t + (i[:, None] * v_t + v[None, :]),
+                mask=here[:, None] & v_here[None, :], other=0.0,
+            )  # fmt: skip
+            values = (again.to(tl.float32) * factor[:, None]).to(keys.dtype)
             state *= decayed
         state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
         if STORE_ENDS:
@@ -193,7 +204,7 @@ def between_segments_kernel(
     start_v, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """OUT [BH, segments, size], the state in front of every segment, of LOCAL [BH, segments - 1,
-    size], what every segment but the last adds: OUT_0 = START, OUT_{s+1} = e^{LOG_s} OUT_s +
+    size], what every segment but the last adds: OUT_0 = START, OUT_{s+1} = 2^{LOG_s} OUT_s +
     LOCAL_s."""
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -206,7 +217,7 @@ def between_segments_kernel(
     for s in range(segments - 1):
         row = bh * (segments - 1) + s
         if LOG is not None:
-            state *= tl.exp(tl.load(LOG + row))
+            state *= tl.exp2(tl.load(LOG + row))
         state += tl.load(LOCAL + row * size + at, mask=here, other=0.0)
         tl.store(OUT + (bh * segments + s + 1) * size + at, state, mask=here)
 

@@ -41,13 +41,11 @@ def _processors(device: torch.device) -> int:
 
 def tiling(dtype: torch.dtype, dk: int, dv: int, decayed: bool, chunk: int = 0) -> Tiling:
     """What is launched for a state of dk x dv."""
-    wide = triton.next_power_of_2(dk) > 128
-    # Tokens that are read elementwise and by a product must not be pipelined: triton 3.6 overwrites
-    # them too early.
-    stages = 1 if decayed else 2
+    depth = triton.next_power_of_2(dk)
     if dtype == torch.float32:
-        return Tiling(chunk or 32, 32 if wide else 64, 4, stages)
-    return Tiling(chunk or 64, min(64, max(16, triton.next_power_of_2(dv))), 8 if wide else 4, stages)
+        return Tiling(chunk or 32, 64 if depth <= 64 else 32, 4, 2 if depth <= 64 else 1)
+    block = 32 if decayed or depth > 128 else 64
+    return Tiling(chunk or 64, block, 4, 2 if depth <= 128 else 1)
 
 
 def _fitted(chosen: Tiling, dv: int) -> Tiling:
