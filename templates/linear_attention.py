@@ -51,7 +51,7 @@ def product_with_state(a, state, PRECISION: tl.constexpr):
 
 @triton.jit
 def chunk_kernel(
-    Q, K, V, O, DECAY, START, END, LOG, ENDS, W, E, ANCHORS,
+    Q, K, V, OUT, DECAY, START, END, LOG, ENDS, W, E, ANCHORS,
     tokens, heads, tiles, segments, per_segment, scale, start_factor,
     end_factor, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
@@ -65,7 +65,8 @@ def chunk_kernel(
     """The chunks of one segment, for one head and one tile of v's columns.
 
     START: the state in front of every segment, or None for 0. END: the state behind it, or None.
-    Without OUTPUT only END is computed, and LOG [BH, segments], the sum of a segment's decays in base 2.
+    Without OUTPUT only END is computed, and LOG [BH, segments], the sum of a segment's decays in
+    base 2.
 
     STORE_ENDS: ENDS [BH, chunks, dk, dv] gets the state behind every chunk. EMIT: E [tiles, BH, T]
     gets <w_i, o_i> over the tile's columns, the term i = j of o left out, of W [B, H, T, dv].
@@ -88,7 +89,7 @@ def chunk_kernel(
     K += b * k_b + h * k_h
     V += b * v_b + h * v_h
     if OUTPUT:
-        O += b * o_b + h * o_h
+        OUT += b * o_b + h * o_h
     if EMIT:
         W += b * w_b + h * w_h
     if DECAYS != "":
@@ -161,7 +162,7 @@ def chunk_kernel(
             lower = tl.where(earlier, scores, 0.0).to(keys.dtype)
             out = tl.dot(lower, values, out, input_precision=PRECISION)
             if EMIT:
-                # Without the term of the token itself, which is in two sums whose difference counts.
+                # Without the token's own term: it is in two sums whose difference counts.
                 weights = tl.load(
                     W + origin * w_t + (i[:, None] * w_t + v[None, :]),
                     mask=here[:, None] & v_here[None, :], other=0.0,
@@ -174,8 +175,10 @@ def chunk_kernel(
                     mask=here[:, None] & v_here[None, :], other=0.0,
                 )  # fmt: skip
                 out += own[:, None] * again.to(tl.float32)
-            at = O + origin * o_t + (i[:, None] * o_t + v[None, :])
-            tl.store(at, (out * scale).to(O.dtype.element_ty), mask=here[:, None] & v_here[None, :])
+            at = OUT + origin * o_t + (i[:, None] * o_t + v[None, :])
+            tl.store(
+                at, (out * scale).to(OUT.dtype.element_ty), mask=here[:, None] & v_here[None, :]
+            )
         if DECAYS != "":
             factor = prefix if REVERSE else suffix
             # Read again: triton 3.6 overwrites what is read elementwise and by a pipelined product.

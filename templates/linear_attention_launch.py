@@ -43,7 +43,7 @@ def tiling(dtype: torch.dtype, dk: int, dv: int, decayed: bool, chunk: int = 0) 
     """What is launched for a state of dk x dv."""
     depth = triton.next_power_of_2(dk)
     if dtype == torch.float32:
-        return Tiling(chunk or 32, 64 if depth <= 64 else 32, 4, 2 if depth <= 64 else 1)
+        return Tiling(chunk or 16, 16 if depth > 128 else 32, 4, 1)
     block = 32 if decayed or depth > 128 else 64
     return Tiling(chunk or 64, block, 4, 2 if depth <= 128 else 1)
 
@@ -84,8 +84,8 @@ def _decay_strides(decay: Tensor | None) -> tuple[str, tuple[int, int, int]]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, out: Tensor, scale: float,
     start: Tensor | None, end: Tensor | None, chosen: Tiling, *, reverse: bool = False,
-    precision: str = "ieee", ends: Tensor | None = None, emitted: tuple[Tensor, Tensor] | None = None,
-    anchors: Tensor | None = None,
+    precision: str = "ieee", ends: Tensor | None = None,
+    emitted: tuple[Tensor, Tensor] | None = None, anchors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The kernel's ``out`` [B, H, T, dv] of q, k [B, H, T, dk], v [B, H, T, dv].
 
@@ -106,6 +106,8 @@ def attend(
     segments, each = _segments(many * tiles, chunks, q.device, chosen.segments)
     kind, decay_strides = _decay_strides(decay)
     factors = (1.0 / scale, scale) if reverse else (1.0, 1.0)
+    if q.dtype == torch.float32 and precision == "ieee":
+        precision = "tf32x3"  # three TF32 products: as exact, and on the tensor cores
     constants = {
         "DECAYS": kind, "REVERSE": reverse, "PRECISION": precision, "CHUNK": chosen.chunk,
         "BLOCK_K": max(16, triton.next_power_of_2(dk)), "BLOCK_V": chosen.block_v,

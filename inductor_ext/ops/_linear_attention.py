@@ -74,7 +74,10 @@ def _backward(
     else:
         grads = composed.gradients(q, k, v, decay, initial_state, scale, do, dstate)
         found = [kernels.like(t).copy_(g) for t, g in zip((q, k, v), grads[:3], strict=True)]  # type: ignore[arg-type]
-        ddecay, dinitial = (g if needed else None for g, needed in zip(grads[3:], (need_decay, need_state), strict=True))
+        ddecay, dinitial = (
+            g if needed else None
+            for g, needed in zip(grads[3:], (need_decay, need_state), strict=True)
+        )
     ddecay = q.new_empty(0) if ddecay is None else ddecay.to(decay.dtype)  # type: ignore[union-attr]
     dinitial = q.new_empty(0) if dinitial is None else dinitial.contiguous()
     return *found[:3], ddecay.contiguous(), dinitial
@@ -122,9 +125,7 @@ def _again(tensors: Any, scale: float, do: Tensor, dstate: Tensor | None) -> Any
     with torch.enable_grad():
         # Nodes of their own: differentiating an input itself would run through what made it.
         own = [None if t is None else t.view_as(t) for t in tensors]
-        own = [
-            t if t is None or t.requires_grad else t.detach().requires_grad_() for t in own
-        ]
+        own = [t if t is None or t.requires_grad else t.detach().requires_grad_() for t in own]
         out, state = composed.attention(*own, scale)
         pairs = [(out, do.to(out.dtype))]
         pairs += [] if dstate is None else [(state, dstate)]
