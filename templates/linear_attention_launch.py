@@ -68,6 +68,28 @@ def rows(t: Tensor) -> Tensor:
     return t if near else t.contiguous()
 
 
+def strides(t: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if t is None else tuple(t.stride()[:count])
+
+
+def empty_state(q: Tensor, rows: int, columns: int) -> Tensor:
+    return torch.empty((*q.shape[:2], rows, columns), dtype=torch.float32, device=q.device)
+
+
+def like(t: Tensor) -> Tensor:
+    """Memory of its shape and order of dimensions, dense."""
+    return torch.empty_like(t)
+
+
+def transposed(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.transpose(-1, -2)
+
+
+def exact(q: Tensor, precision: str) -> str:
+    """Of fp32 products: three of TF32 are as exact, and on the tensor cores."""
+    return "tf32x3" if q.dtype == torch.float32 and precision == "ieee" else precision
+
+
 def _matrices(state: Tensor | None) -> Tensor | None:
     """[BH, dk, dv] of [B, H, dk, dv], any strides."""
     return None if state is None else state.flatten(0, 1)
@@ -106,10 +128,8 @@ def attend(
     segments, each = _segments(many * tiles, chunks, q.device, chosen.segments)
     kind, decay_strides = _decay_strides(decay)
     factors = (1.0 / scale, scale) if reverse else (1.0, 1.0)
-    if q.dtype == torch.float32 and precision == "ieee":
-        precision = "tf32x3"  # three TF32 products: as exact, and on the tensor cores
     constants = {
-        "DECAYS": kind, "REVERSE": reverse, "PRECISION": precision, "CHUNK": chosen.chunk,
+        "DECAYS": kind, "REVERSE": reverse, "PRECISION": exact(q, precision), "CHUNK": chosen.chunk,
         "BLOCK_K": max(16, triton.next_power_of_2(dk)), "BLOCK_V": chosen.block_v,
         "EVEN_K": dk == max(16, triton.next_power_of_2(dk)), "EVEN_V": dv % chosen.block_v == 0,
         "STAGES": chosen.stages, "num_warps": chosen.warps,
@@ -126,7 +146,7 @@ def attend(
             emitted[1] if emitted and output else None, anchors if output else None, tokens, heads,
             tiles, segments, each, scale, first_factor, last_factor, dk, dv, *q.stride()[:3],
             *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *decay_strides,
-            *_strides(first, 4), *_strides(last, 4), *_strides(w, 3), OUTPUT=output,
+            *strides(first, 4), *strides(last, 4), *strides(w, 3), OUTPUT=output,
             STORE_ENDS=output and ends is not None and not reverse,
             EMIT=output and emitted is not None, ANCHOR=output and anchors is not None,
             **constants,
@@ -147,22 +167,9 @@ def attend(
     blocks = triton.cdiv(dk * dv, block)
     wrap_triton(between_segments_kernel)[(many * blocks,)](
         local, log, start, fronts, segments, blocks, dk * dv, dv, factors[0],
-        *_strides(start, 3), BLOCK=block, num_warps=2,
+        *strides(start, 3), BLOCK=block, num_warps=2,
     )  # fmt: skip
     launch(fronts, last, None, segments, 1.0, factors[1], True)
-
-
-def _strides(t: Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if t is None else tuple(t.stride()[:count])
-
-
-def _empty_state(q: Tensor, rows: int, columns: int) -> Tensor:
-    return torch.empty((*q.shape[:2], rows, columns), dtype=torch.float32, device=q.device)
-
-
-def like(t: Tensor) -> Tensor:
-    """Memory of its shape and order of dimensions, dense."""
-    return torch.empty_like(t)
 
 
 def forward(
@@ -172,7 +179,7 @@ def forward(
     """(o, final state [B, H, dk, dv] in fp32); chunk: tokens of one, 0 to have it chosen."""
     dk, dv = q.shape[-1], v.shape[-1]
     chosen = chosen or tiling(q.dtype, dk, dv, decay is not None, chunk)
-    out, end = like(v), _empty_state(q, dk, dv)
+    out, end = like(v), empty_state(q, dk, dv)
     attend(q, k, v, decay, out, scale, start, end, chosen, precision=precision)
     return out, end
 
@@ -188,7 +195,7 @@ def backward(
     chosen = chosen or tiling(q.dtype, dv, dk, decay is not None, chunk)
     need_decay = need_decay and decay is not None
     dq, dkeys, dvalues = like(q), like(k), like(v)
-    dstart = _empty_state(q, dk, dv) if need_start else None
+    dstart = empty_state(q, dk, dv) if need_start else None
     ends = anchors = forth = back = None
     many, chunks = batch * heads, triton.cdiv(tokens, chosen.chunk)
     if need_decay:
@@ -201,12 +208,12 @@ def backward(
         )
     options: Any = {"precision": precision}
     attend(
-        do, v, k, decay, dq, scale, _transposed(start), None, chosen, ends=ends,
+        do, v, k, decay, dq, scale, transposed(start), None, chosen, ends=ends,
         emitted=None if forth is None else (rows(q), forth), **options,
     )  # fmt: skip
     options |= {"reverse": True}
     attend(
-        v, do, q, decay, dkeys, scale, _transposed(dend), _transposed(dstart), chosen, ends=ends,
+        v, do, q, decay, dkeys, scale, transposed(dend), transposed(dstart), chosen, ends=ends,
         emitted=None if back is None else (rows(k), back), anchors=anchors, **options,
     )  # fmt: skip
     attend(k, q, do, decay, dvalues, scale, dend, None, chosen, **options)
@@ -222,7 +229,3 @@ def backward(
         if decay.dim() == 1:
             ddecay = ddecay.sum((0, 2))
     return dq, dkeys, dvalues, ddecay, dstart
-
-
-def _transposed(state: Tensor | None) -> Tensor | None:
-    return None if state is None else state.transpose(-1, -2)

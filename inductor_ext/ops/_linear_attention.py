@@ -19,6 +19,7 @@ from inductor_ext.compat import float32_precision, under_functorch
 from inductor_ext.ops import _linear_attention_composed as composed
 from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import beside
+from inductor_ext.templates import linear_attention_channel_launch as of_channels
 from inductor_ext.templates import linear_attention_launch as kernels
 
 LARGEST = 256  # head size of the kernels
@@ -43,6 +44,8 @@ def _attention(
     if not kernels_apply(q, v):
         out, state = composed.attention(q, k, v, decay, initial_state, scale)
         return kernels.like(v).copy_(out), state.contiguous()
+    if decay is not None and decay.dim() == 4:
+        return of_channels.forward(q, k, v, decay, initial_state, scale, float32_precision())
     return kernels.forward(q, k, v, decay, initial_state, scale, float32_precision(), chunk)
 
 
@@ -66,10 +69,13 @@ def _backward(
     need_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if kernels_apply(q, v):
-        found: Any = kernels.backward(
-            q, k, v, decay, initial_state, scale, float32_precision(), chunk, do, dstate,
-            need_decay, need_state,
-        )  # fmt: skip
+        given: Any = q, k, v, decay, initial_state, scale, float32_precision()
+        asked: Any = do, dstate, need_decay, need_state
+        found: Any
+        if decay is not None and decay.dim() == 4:
+            found = of_channels.backward(*given, *asked)
+        else:
+            found = kernels.backward(*given, chunk, *asked)
         ddecay, dinitial = found[3:]
     else:
         grads = composed.gradients(q, k, v, decay, initial_state, scale, do, dstate)

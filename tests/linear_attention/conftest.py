@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from inductor_ext.templates import linear_attention_launch
+from inductor_ext.templates import linear_attention_channel_launch, linear_attention_launch
 
 from inductor_ext.ops import _linear_attention
 from inductor_ext.testing import launches_interpreted
@@ -23,7 +23,8 @@ def clean_setting():
 @contextlib.contextmanager
 def on_cpu():
     """The kernels apply to CPU tensors and run on them in the interpreter."""
-    with launches_interpreted(linear_attention_launch), pytest.MonkeyPatch.context() as patch:
+    modules = linear_attention_launch, linear_attention_channel_launch
+    with launches_interpreted(*modules), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_linear_attention, "kernels_apply", lambda q, v: q.dtype != torch.float64)
         yield
 
