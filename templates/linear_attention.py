@@ -51,14 +51,14 @@ def product_with_state(a, state, PRECISION: tl.constexpr):
 
 @triton.jit
 def chunk_kernel(
-    Q, K, V, OUT, DECAY, START, END, LOG, ENDS, W, E, ANCHORS,
+    Q, K, V, OUT, DECAY, START, END, LOG, FRONTS, W, E, ANCHORS,
     tokens, heads, tiles, segments, per_segment, scale, start_factor,
     end_factor, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
     start_bh, start_segment, start_k, start_v, end_bh, end_segment, end_k, end_v,
     w_b, w_h, w_t,
     DECAYS: tl.constexpr,  # "", "head" or "token"
-    REVERSE: tl.constexpr, OUTPUT: tl.constexpr, STORE_ENDS: tl.constexpr, EMIT: tl.constexpr,
+    REVERSE: tl.constexpr, OUTPUT: tl.constexpr, STORE_FRONTS: tl.constexpr, EMIT: tl.constexpr,
     ANCHOR: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, EVEN_K: tl.constexpr, EVEN_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -68,9 +68,9 @@ def chunk_kernel(
     Without OUTPUT only END is computed, and LOG [BH, segments], the sum of a segment's decays in
     base 2.
 
-    STORE_ENDS: ENDS [BH, chunks, dk, dv] gets the state behind every chunk. EMIT: E [tiles, BH, T]
-    gets <w_i, o_i> over the tile's columns, the term i = j of o left out, of W [B, H, T, dv].
-    ANCHOR: ANCHORS [tiles, BH, chunks] gets <ENDS, D>, D the state before the chunk is added.
+    STORE_FRONTS: FRONTS [BH, chunks, dk, dv] gets the state in front of every chunk. EMIT: E
+    [tiles, BH, T] gets <w_i, o_i> over the tile's columns, the term i = j of o left out, of W [B, H, T, dv].
+    ANCHOR: ANCHORS [tiles, BH, chunks] gets <FRONTS, D>, D with the chunk in it.
     """
     WIDE: tl.constexpr = K.dtype.element_ty == tl.float32
     tile = tl.program_id(0) % tiles
@@ -98,9 +98,9 @@ def chunk_kernel(
         g_head = as_decay(tl.load(DECAY), WIDE)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if START is not None:
-        front = START + bh * start_bh + segment * start_segment
-        front += k[:, None] * start_k + v[None, :] * start_v
-        state = tl.load(front, mask=state_here, other=0.0) * start_factor
+        at_front = START + bh * start_bh + segment * start_segment
+        at_front += k[:, None] * start_k + v[None, :] * start_v
+        state = tl.load(at_front, mask=state_here, other=0.0) * start_factor
     log = tl.full([], 0.0, tl.float32)
     if REVERSE:
         earlier = i[:, None] <= i[None, :]
@@ -112,11 +112,9 @@ def chunk_kernel(
         chunk = chunks - 1 - step if REVERSE else step
         origin = (chunk * CHUNK).to(tl.int64)
         here = i < tokens - chunk * CHUNK
-        if ANCHOR:
-            at = ENDS + (bh * chunks + chunk) * (dk * dv) + (k[:, None] * dv + v[None, :])
-            end = tl.load(at, mask=state_here, other=0.0).to(tl.float32)
-            at = (tile.to(tl.int64) * (tl.num_programs(0) // (tiles * segments)) + bh) * chunks
-            tl.store(ANCHORS + at + chunk, scale * tl.sum(tl.sum(end * state, 1), 0))
+        if STORE_FRONTS:
+            at = FRONTS + (bh * chunks + chunk) * (dk * dv) + (k[:, None] * dv + v[None, :])
+            tl.store(at, state.to(FRONTS.dtype.element_ty), mask=state_here)
         keys = tl.load(
             K + origin * k_t + (i[:, None] * k_t + k[None, :]),
             mask=here[:, None] & k_here[None, :], other=0.0,
@@ -189,9 +187,11 @@ def chunk_kernel(
             values = (again.to(tl.float32) * factor[:, None]).to(keys.dtype)
             state *= decayed
         state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
-        if STORE_ENDS:
-            at = ENDS + (bh * chunks + chunk) * (dk * dv) + (k[:, None] * dv + v[None, :])
-            tl.store(at, state.to(ENDS.dtype.element_ty), mask=state_here)
+        if ANCHOR:
+            at = FRONTS + (bh * chunks + chunk) * (dk * dv) + (k[:, None] * dv + v[None, :])
+            front = tl.load(at, mask=state_here, other=0.0).to(tl.float32)
+            at = (tile.to(tl.int64) * (tl.num_programs(0) // (tiles * segments)) + bh) * chunks
+            tl.store(ANCHORS + at + chunk, scale * tl.sum(tl.sum(front * state, 1), 0))
     if END is not None:
         at = END + bh * end_bh + segment * end_segment + k[:, None] * end_k + v[None, :] * end_v
         last = segment == segments - 1 if OUTPUT else segment >= 0
@@ -230,18 +230,21 @@ def decay_gradient_kernel(
     FORWARD, BACKWARD, ANCHORS, OUT, tokens, chunks, tiles, forward_tile, anchor_tile,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dg_t = anchor + sum over i >= t in the chunk of (q_i . dq_i - k_i . dk_i), each without the
-    term of the token itself; the anchor is <S, D> behind the chunk. Sums over tiles in order."""
+    """dg_t = anchor - sum over i < t in the chunk of (q_i . dq_i - k_i . dk_i), each without the
+    term of the token itself; the anchor is <S, D> in front of the chunk: dg of its first token.
+    Small where decays are strong, as <S, D> behind the last token is not. Sums over tiles in order.
+    """
     bh = tl.program_id(0).to(tl.int64) // chunks
     chunk = tl.program_id(0) % chunks
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
+    i = tl.arange(0, CHUNK)
+    t = chunk * CHUNK + i
     here = t < tokens
+    before = here & (i > 0)  # the sum leaves the token itself out: it could be the only large one
     total = tl.zeros([CHUNK], tl.float32)
     anchor = 0.0
     for tile in range(tiles):
-        at = tile * forward_tile + bh * tokens + t
-        total += tl.load(FORWARD + at, mask=here, other=0.0)
-        total -= tl.load(BACKWARD + at, mask=here, other=0.0)
+        at = tile * forward_tile + bh * tokens + t - 1
+        total += tl.load(FORWARD + at, mask=before, other=0.0)
+        total -= tl.load(BACKWARD + at, mask=before, other=0.0)
         anchor += tl.load(ANCHORS + tile * anchor_tile + bh * chunks + chunk)
-    found = tl.cumsum(total, 0, reverse=True) + anchor
-    tl.store(OUT + bh * tokens + t, found, mask=here)
+    tl.store(OUT + bh * tokens + t, anchor - tl.cumsum(total, 0), mask=here)

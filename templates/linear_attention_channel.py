@@ -63,8 +63,8 @@ def keyed_kernel(
     DECAY += b * g_b + h * g_h
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if START is not None:
-        front = START + bh * start_bh + k[:, None] * start_k + v[None, :] * start_v
-        state = tl.load(front, mask=state_here, other=0.0) * start_factor
+        at_front = START + bh * start_bh + k[:, None] * start_k + v[None, :] * start_v
+        state = tl.load(at_front, mask=state_here, other=0.0) * start_factor
     earlier = i[:, None] <= i[None, :] if REVERSE else i[:, None] >= i[None, :]
     chunks = (tokens + CHUNK - 1) // CHUNK
     for step in range(chunks):
@@ -110,7 +110,7 @@ def keyed_kernel(
 
 @triton.jit
 def valued_kernel(
-    Q, K, V, OUT, DECAY, START, END, ENDS, W, E, GRAD, tokens, heads, tiles, scale, start_factor,
+    Q, K, V, OUT, DECAY, START, END, FRONTS, W, E, GRAD, tokens, heads, tiles, scale, start_factor,
     end_factor, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
     start_bh, start_k, start_v, end_bh, end_k, end_v, w_b, w_h, w_t,
@@ -119,13 +119,14 @@ def valued_kernel(
 ):  # fmt: skip
     """OUT of all chunks in turn, for one head and one tile of its columns, which the decays are of.
 
-    DIFFERENTIATE, forward: E [BH, T, dv] gets w_i out_i without the term i = j, and ENDS
-    [BH, groups, dk, dv] the state behind every group of EVERY chunks, counted from the end. In
-    reverse GRAD [BH, T, dv], the gradient of the decays, is made of them:
+    DIFFERENTIATE, forward: E [BH, T, dv] gets w_i out_i without the term i = j, and FRONTS
+    [BH, groups, dk, dv] the state in front of every EVERYth chunk, counted from the end. In reverse
+    GRAD [BH, T, dv], the gradient of the decays, is made of them. With e_i = q_i dq_i - k_i dk_i
 
-        dg_t = <S, D> behind the chunk + sum over i >= t in it of (q_i dq_i - k_i dk_i)
+        dg_t = <S, D> in front of the chunk - sum over i < t in it of e_i
+             = dg of the next chunk's first token + sum over i >= t in it of e_i
 
-    where the first term is known to be dg of the next token, and computed once per group.
+    the first where FRONTS has S. Behind the last token <S, D> is not dg of anything.
     """
     WIDE: tl.constexpr = K.dtype.element_ty == tl.float32
     tile = tl.program_id(0) % tiles
@@ -145,8 +146,8 @@ def valued_kernel(
         W += b * w_b + h * w_h
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if START is not None:
-        front = START + bh * start_bh + k[:, None] * start_k + v[None, :] * start_v
-        state = tl.load(front, mask=state_here, other=0.0) * start_factor
+        at_front = START + bh * start_bh + k[:, None] * start_k + v[None, :] * start_v
+        state = tl.load(at_front, mask=state_here, other=0.0) * start_factor
     earlier = i[:, None] <= i[None, :] if REVERSE else i[:, None] >= i[None, :]
     if DIFFERENTIATE:
         earlier = earlier & (i[:, None] != i[None, :])
@@ -155,16 +156,15 @@ def valued_kernel(
     groups = (chunks + EVERY - 1) // EVERY
     for step in range(chunks):
         chunk = chunks - 1 - step if REVERSE else step
-        from_end = chunks - 1 - chunk
         origin = (chunk * CHUNK).to(tl.int64)
         count = tokens - chunk * CHUNK
         here = i < count
-        ends = ENDS + (bh * groups + from_end // EVERY) * (dk * dv)
-        ends += k[:, None] * dv + v[None, :]
-        if DIFFERENTIATE and REVERSE:
-            if from_end % EVERY == 0:
-                end = tl.load(ends, mask=state_here, other=0.0).to(tl.float32)
-                anchor = tl.sum(end * state, 0) * scale
+        kept = (chunks - 1 - chunk) % EVERY == 0
+        if DIFFERENTIATE:
+            fronts = FRONTS + (bh * groups + (chunks - 1 - chunk) // EVERY) * (dk * dv)
+            fronts += k[:, None] * dv + v[None, :]
+            if not REVERSE and kept:
+                tl.store(fronts, state.to(FRONTS.dtype.element_ty), mask=state_here)
         G, suffix, total = sums_of_decays(
             DECAY + origin * g_t, i, v, g_t, count, v_here, CHUNK, WIDE
         )
@@ -188,10 +188,7 @@ def valued_kernel(
             product = tl.load(at, mask=there, other=0.0).to(tl.float32) * out
             at = (bh * tokens + origin) * dv + (i[:, None] * dv + v[None, :])
             if REVERSE:
-                found = tl.load(E + at, mask=there, other=0.0) - product
-                found = tl.cumsum(found, 0, reverse=True) + anchor[None, :]
-                tl.store(GRAD + at, found, mask=there)
-                anchor = tl.sum(tl.where(i[:, None] == 0, found, 0.0), 0)
+                difference = tl.load(E + at, mask=there, other=0.0) - product
             else:
                 tl.store(E + at, product, mask=there)
             own = tl.sum(tl.where(i[:, None] == i[None, :], scores, 0.0), 1) * scale
@@ -201,9 +198,17 @@ def valued_kernel(
         state *= tl.exp2(total)[None, :]
         values = (values * (prefix if REVERSE else suffix)).to(K.dtype.element_ty)
         state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
-        if DIFFERENTIATE and not REVERSE:
-            if from_end % EVERY == 0:
-                tl.store(ends, state.to(ENDS.dtype.element_ty), mask=state_here)
+        if DIFFERENTIATE and REVERSE:
+            if kept:
+                front = tl.load(fronts, mask=state_here, other=0.0).to(tl.float32)
+                anchor = tl.sum(front * state, 0) * scale
+                before = i[:, None, None] > i[None, :, None]
+                found = anchor[None, :] - tl.sum(tl.where(before, difference[None, :, :], 0.0), 1)
+            else:
+                found = tl.cumsum(difference, 0, reverse=True) + anchor[None, :]
+                anchor = tl.sum(tl.where(i[:, None] == 0, found, 0.0), 0)
+            at = (bh * tokens + origin) * dv + (i[:, None] * dv + v[None, :])
+            tl.store(GRAD + at, found, mask=there)
     if END is not None:
         at = END + bh * end_bh + k[:, None] * end_k + v[None, :] * end_v
         tl.store(at, state * end_factor, mask=state_here)

@@ -49,19 +49,19 @@ def _launch(
 
 
 def _keyed(*given: Any, **options: Any) -> None:
-    q, v = given[0], given[2]
+    q = given[0]
     part = min(32, max(16, triton.next_power_of_2(q.shape[-1])))
     block = 64 if _small(q) else 32
     _launch(keyed_kernel, *given, (), (), block=block, PART=part, num_warps=4, **options)
 
 
 def _valued(
-    *given: Any, w: Tensor | None = None, ends: Tensor | None = None, e: Tensor | None = None,
+    *given: Any, w: Tensor | None = None, fronts: Tensor | None = None, e: Tensor | None = None,
     grad: Tensor | None = None, **options: Any,
 ) -> None:  # fmt: skip
     block = 32 if _small(given[0]) else 16
     _launch(
-        valued_kernel, *given, (ends, w, e, grad), strides(w, 3), block=block,
+        valued_kernel, *given, (fronts, w, e, grad), strides(w, 3), block=block,
         DIFFERENTIATE=w is not None, EVERY=EVERY, num_warps=4, **options,
     )  # fmt: skip
 
@@ -95,15 +95,15 @@ def backward(
     if need_decay:
         many, groups = batch * heads, triton.cdiv(triton.cdiv(tokens, CHUNK), EVERY)
         kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        ends = torch.empty((many, groups, dv, dk), dtype=kept, device=q.device)
+        fronts = torch.empty((many, groups, dv, dk), dtype=kept, device=q.device)
         wide: Any = {"dtype": torch.float32, "device": q.device}
         e = torch.empty((many, tokens, dk), **wide)
         ddecay = torch.empty((batch, heads, tokens, dk), **wide)
-        forth = {"w": rows(q), "ends": ends, "e": e}
-        back = {"w": rows(k), "ends": ends, "e": e, "grad": ddecay}
+        forth = {"w": rows(q), "fronts": fronts, "e": e}
+        back = {"w": rows(k), "fronts": fronts, "e": e, "grad": ddecay}
     given: Any = {"precision": precision}
-    front, behind = transposed(start), transposed(dend)
-    _valued(do, v, k, decay, dq, scale, front, None, reverse=False, **forth, **given)
+    before, behind = transposed(start), transposed(dend)
+    _valued(do, v, k, decay, dq, scale, before, None, reverse=False, **forth, **given)
     _valued(
         v, do, q, decay, dkeys, scale, behind, transposed(dstart), reverse=True, **back, **given
     )

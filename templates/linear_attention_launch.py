@@ -77,8 +77,9 @@ def empty_state(q: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def like(t: Tensor) -> Tensor:
-    """Memory of its shape and order of dimensions, dense."""
-    return torch.empty_like(t)
+    """Memory of its shape and order of dimensions, the last one dense."""
+    out = torch.empty_like(t)
+    return out if out.stride(-1) == 1 else torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
 def transposed(state: Tensor | None) -> Tensor | None:
@@ -106,14 +107,14 @@ def _decay_strides(decay: Tensor | None) -> tuple[str, tuple[int, int, int]]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, out: Tensor, scale: float,
     start: Tensor | None, end: Tensor | None, chosen: Tiling, *, reverse: bool = False,
-    precision: str = "ieee", ends: Tensor | None = None,
+    precision: str = "ieee", states: Tensor | None = None,
     emitted: tuple[Tensor, Tensor] | None = None, anchors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The kernel's ``out`` [B, H, T, dv] of q, k [B, H, T, dk], v [B, H, T, dv].
 
     decay: None, [H] or [B, H, T]. start, end: [B, H, dk, dv] in fp32, any strides; in reverse they
-    are gradients of the states, which have the scale in them. ends [BH, chunks, dk, dv] is written
-    forward and read in reverse, where ``anchors`` [tiles, BH, chunks] are. emitted: (w, E).
+    are gradients of the states, which have the scale in them. states [BH, chunks, dk, dv] is
+    written forward and read in reverse, where ``anchors`` [tiles, BH, chunks] are. emitted: (w, E).
     """
     batch, heads, tokens, dk = q.shape
     dv = v.shape[-1]
@@ -142,12 +143,12 @@ def attend(
         """``first``, ``last``: [BH, segments or 1, dk, dv]."""
         w = emitted[0] if emitted and output else None
         wrap_triton(chunk_kernel)[(many * segments * tiles,)](
-            q, k, v, out, decay, first, last, log, ends if output else None, w,
+            q, k, v, out, decay, first, last, log, states if output else None, w,
             emitted[1] if emitted and output else None, anchors if output else None, tokens, heads,
             tiles, segments, each, scale, first_factor, last_factor, dk, dv, *q.stride()[:3],
             *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *decay_strides,
             *strides(first, 4), *strides(last, 4), *strides(w, 3), OUTPUT=output,
-            STORE_ENDS=output and ends is not None and not reverse,
+            STORE_FRONTS=output and states is not None and not reverse,
             EMIT=output and emitted is not None, ANCHOR=output and anchors is not None,
             **constants,
         )  # fmt: skip
@@ -196,24 +197,24 @@ def backward(
     need_decay = need_decay and decay is not None
     dq, dkeys, dvalues = like(q), like(k), like(v)
     dstart = empty_state(q, dk, dv) if need_start else None
-    ends = anchors = forth = back = None
+    states = anchors = forth = back = None
     many, chunks = batch * heads, triton.cdiv(tokens, chosen.chunk)
     if need_decay:
         tiles = triton.cdiv(dk, _fitted(chosen, dk).block_v)
         kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        ends = torch.empty((many, chunks, dv, dk), dtype=kept, device=q.device)
+        states = torch.empty((many, chunks, dv, dk), dtype=kept, device=q.device)
         anchors, forth, back = (
             torch.empty((tiles, many, n), dtype=torch.float32, device=q.device)
             for n in (chunks, tokens, tokens)
         )
     options: Any = {"precision": precision}
     attend(
-        do, v, k, decay, dq, scale, transposed(start), None, chosen, ends=ends,
+        do, v, k, decay, dq, scale, transposed(start), None, chosen, states=states,
         emitted=None if forth is None else (rows(q), forth), **options,
     )  # fmt: skip
     options |= {"reverse": True}
     attend(
-        v, do, q, decay, dkeys, scale, transposed(dend), transposed(dstart), chosen, ends=ends,
+        v, do, q, decay, dkeys, scale, transposed(dend), transposed(dstart), chosen, states=states,
         emitted=None if back is None else (rows(k), back), anchors=anchors, **options,
     )  # fmt: skip
     attend(k, q, do, decay, dvalues, scale, dend, None, chosen, **options)
