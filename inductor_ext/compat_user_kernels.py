@@ -23,6 +23,15 @@ def kernel_call(
     }
 
 
+def takes_wide() -> bool:
+    """Whether a kernel's argument may be a number from 2^31 on: Inductor asked its digits for
+    symbols before 2.13."""
+    from . import compat
+
+    major, minor = (int(part) for part in compat.minor_version("torch").split("."))
+    return (major, minor) >= (2, 13)
+
+
 def sort_graph(graph: Any) -> None:
     """Put every node behind those it reads; a node that need not move does not."""
     from torch._inductor.pattern_matcher import stable_topological_sort

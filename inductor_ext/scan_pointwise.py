@@ -142,16 +142,17 @@ def translate(
 def combine(graph: Any) -> str:
     """The text of ``Program.combine`` for a combine function traced to an fx graph.
 
-    Its placeholders are the leaves of the earlier state, then those of the later; it returns as
-    many, of the same dtypes, each in the type it is computed in. Raises Unknown where it does not,
-    reads anything else, or is not pointwise.
+    Its placeholders are the leaves of the earlier state, then those of the later, then what it does
+    not read; it returns leaves of the same dtypes, each in the type it is computed in. Raises
+    Unknown where it does not, reads anything else, or is not pointwise.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     outputs = graph.output_node().args[0]
     outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
-    if len(inputs) != 2 * len(outputs):
-        raise Unknown(f"a combine of {len(inputs)} values to {len(outputs)} reads something else")
     k = len(outputs)
+    if len(inputs) < 2 * k or any(n.users for n in inputs[2 * k :]):
+        raise Unknown(f"a combine of {len(inputs)} values to {k} reads something else")
+    inputs = inputs[: 2 * k]
     names = {n: f"a{i}" if i < k else f"b{i - k}" for i, n in enumerate(inputs)}
     for i, (before, after) in enumerate(zip(inputs, outputs, strict=False)):
         if not isinstance(after, torch.fx.Node):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,7 +115,8 @@ class _Emitter:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
 
     def size(self, size: Any) -> Any:
-        """A size as an argument of a node."""
+        """A size as an argument of a node. Raises CanNotFuse."""
+        op: Callable[[Any, Any], Any]
         expr = compat.expr(size)
         if isinstance(expr, int) or expr.is_Integer:
             return int(expr)
@@ -123,10 +125,16 @@ class _Emitter:
                 break
             if isinstance(value(node), torch.SymInt) and compat.expr(value(node)) == expr:
                 return node
-        if not (expr.is_Mul or expr.is_Add or compat_user_kernels.is_floor_division(expr)):
+        parts = expr.args
+        if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+            op, parts = operator.mul, [expr.base] * int(expr.exp)
+        elif expr.is_Mul or expr.is_Add:
+            op = operator.mul if expr.is_Mul else operator.add
+        elif compat_user_kernels.is_floor_division(expr):
+            op = operator.floordiv
+        else:
             raise CanNotFuse(f"the size {expr} is not made of sizes in the graph")
-        op = operator.mul if expr.is_Mul else operator.add if expr.is_Add else operator.floordiv
-        total, *others = (self.size(part) for part in expr.args)
+        total, *others = (self.size(part) for part in parts)
         for other in others:
             total = self.editor.call(op, total, other)
         return total
@@ -152,6 +160,14 @@ class _Emitter:
         return node
 
     def emit(self) -> None:
+        """Raises CanNotFuse, the graph being as it was."""
+        try:
+            self._emit()
+        except CanNotFuse:
+            self.editor.undo()
+            raise
+
+    def _emit(self) -> None:
         fused, editor = self.fused, self.editor
         site, stored = fused.site, fused.stored
         self.at = max((s.node for s in stored), key=self.order.__getitem__)
@@ -192,6 +208,8 @@ class _Emitter:
                 arguments[name] = tensors[given]
             else:
                 size = self.size(given)
+                if isinstance(size, int) and size >= 2**31 and not compat_user_kernels.takes_wide():
+                    raise CanNotFuse("this torch gives a kernel no sizes from 2^31 on")
                 (constants if isinstance(size, int) else arguments)[name] = size
         written = [n for n, slot in laid.arguments.items() if str(slot)[0] in "yw"]
         call = self.kernel(laid, constants, arguments, written)

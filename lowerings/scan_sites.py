@@ -136,9 +136,7 @@ def of_combine(
 
 def _higher_order(node: Any) -> Site:
     """associative_scan, along the first dimension of all its leaves."""
-    function, leaves, lifted = (*node.args, ())[:3]
-    if lifted:
-        raise NoSite("its combine function reads other tensors")
+    function, leaves = node.args[:2]
     graph = getattr(node.graph.owning_module, function.target).graph
     try:
         combine = scan_pointwise.combine(graph)
