@@ -74,6 +74,8 @@ def _why(fused: Fused) -> str:
     length = compat.hint(compat.expr(site.shape[site.dim]))
     if scan_sites.is_own(site.node) and site.what != "associative_scan":
         return "an operation of this package"
+    if scan_sites.is_beyond_stock(site.node):
+        return "stock can't lower its combine function here"
     if total < LEAST_ELEMENTS:
         raise _Left(f"{total} elements are fewer than {LEAST_ELEMENTS}")
     if fused.flips:
@@ -218,8 +220,9 @@ class _Emitter:
             out.node.replace_all_uses_with(self.viewed(y, out.steps))
         compat_user_kernels.sort_graph(self.graph)
         editing.erase_unused(self.graph, [s.node for s in stored])
+        ours = {*fused.nodes, site.node}  # all of them have a value and no effect
         for node in reversed(list(self.graph.nodes)):
-            if node in fused.nodes and not node.users and editing.is_pure(node):
+            if node in ours and not node.users:
                 self.graph.erase_node(node)
 
     def kernel(self, laid: Any, constants: Any, arguments: Any, written: list[str]) -> Any:

@@ -271,6 +271,12 @@ def is_own(node: Any) -> bool:
     )
 
 
+def is_beyond_stock(node: Any) -> bool:
+    """Whether stock raises at a node: its combine function is given sizes."""
+    higher_order = node.target is compat_scans.associative_scan()
+    return higher_order and bool(node.args[2:] and node.args[2]) and not compat_scans.takes_sizes()
+
+
 def site_of(node: Any) -> Site:
     """A node that scans, as a site. Raises NoSite."""
     maker = _maker(node)
