@@ -11,8 +11,9 @@ A word is 64 bits: the number of the call in the upper half, 32 bits of state in
 and writer need no order between them, and no word needs to be cleared: the workspace is zeroed
 once, and the last program of a call leaves it ready for the next.
 
-Workspace, in int64 words: [0] tickets taken, [1] those of earlier calls, [2] calls so far, [3]
-nothing, then the words of the levels.
+Workspace, in int64 words: [0] tickets taken; [16] those of earlier calls, [17] calls so far, in a
+line of memory of their own because the first is where all programs meet; from [32] on the words of
+the levels.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-HEADER = 4
+HEADER = 32
 
 
 @triton.jit
@@ -30,8 +31,8 @@ def take(workspace, base, call, last):
     knows that all have read them, makes them those of the next call."""
     ticket = tl.atomic_add(workspace, 1, sem="acq_rel") - base
     if ticket == last:
-        tl.store(workspace + 1, base + last + 1)
-        tl.store(workspace + 2, call)
+        tl.store(workspace + 16, base + last + 1)
+        tl.store(workspace + 17, call)
     return ticket
 
 
@@ -63,11 +64,11 @@ def get(words, at, mask, call):
     none = tl.full(at.shape, 0, tl.int64) + (call << 32)
     word = tl.load(words + at, mask=mask, other=none, volatile=True)
     missing = ((word >> 32) & 0xFFFFFFFF) != stamp
-    wait = tl.max(tl.max(missing.to(tl.int32), 1), 0)
+    wait = tl.max(missing.to(tl.int32))
     while wait != 0:
         word = tl.where(missing, tl.load(words + at, mask=missing, other=none, volatile=True), word)
         missing = ((word >> 32) & 0xFFFFFFFF) != stamp
-        wait = pause(tl.max(tl.max(missing.to(tl.int32), 1), 0))
+        wait = pause(tl.max(missing.to(tl.int32)))
     return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
 
 
@@ -90,6 +91,18 @@ def joined(low, high):
 
 
 @triton.jit
-def picked(bits, where, axis: tl.constexpr):
-    """The one element (an integer) along ``axis`` where ``where`` holds, the axis kept."""
-    return tl.sum(tl.where(where, bits, 0), axis, keep_dims=True)
+def picked(bits, where):
+    """The one element (an integer) where ``where`` holds, as a scalar."""
+    return tl.sum(tl.where(where, bits, 0))
+
+
+@triton.jit
+def picked0(bits, where):
+    """The same for each column of a tile."""
+    return tl.sum(tl.where(where, bits, 0), 0, keep_dims=True)
+
+
+@triton.jit
+def picked1(bits, where):
+    """The same for each row of a tile."""
+    return tl.sum(tl.where(where, bits, 0), 1, keep_dims=True)

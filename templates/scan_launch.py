@@ -36,7 +36,6 @@ class Tiling:
     group: int = 0
     ascending: bool = True
     ahead: bool = False
-    resident: int = 4
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,6 @@ def plan(
         kept = tiles + groups + _cdiv(groups, choice.group)
         words = scan.HEADER + scan_text.words_of(program) * lanes * kept
         blocks = blocks * tiles
-        if choice.ahead:
-            blocks = min(blocks, 132 * choice.resident)
     return Launch(
         scan_text.kernel(program, layout), (blocks, 1, 1), given, constants, choice.warps, words
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import linecache
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ try:
 except ImportError:  # without a GPU's driver triton may have none
     libdevice = None
 
+HELPERS = ["take", "put", "get", "low_bits", "high_bits", "joined", "picked", "picked0", "picked1"]
 BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
 TYPES = {"int1": "int1", "int32": "int32", "fp32": "float32", "int64": "int64", "fp64": "float64"}
 
@@ -43,6 +43,18 @@ class Layout:
     shared: bool
     ascending: bool
     ahead: bool
+
+    @property
+    def flat(self) -> bool:
+        """Whether a tile is a piece of one lane, without an axis of lanes. What a program knows
+        about its lane are scalars then, which have no layout: the compiler else converts, or
+        computes twice, whole tiles for the sake of one of their elements."""
+        return self.shared and self.axis == 1
+
+    @property
+    def along(self) -> int:
+        """The axis of the time in a tile or window."""
+        return 0 if self.flat else self.axis
 
 
 def words_of(program: Program) -> int:
@@ -98,8 +110,9 @@ def _scanned(program: Program, axis: int, reverse: bool) -> str:
     return f"{leaves} = tl.associative_scan({group}, {axis}, combine, reverse={reverse})"
 
 
-def _last(program: Program, to: str, where: str, axis: int) -> str:
+def _last(program: Program, to: str, where: str, layout: Layout) -> str:
     """The state at the one position where ``where`` holds, bit for bit."""
+    picked = "picked" if layout.flat else f"picked{layout.axis}"
     lines = []
     for i, kind in enumerate(program.states):
         bits = {"fp32": "int32", "fp64": "int64"}.get(kind)
@@ -107,7 +120,7 @@ def _last(program: Program, to: str, where: str, axis: int) -> str:
         if kind == "int64":
             state = f"s{i}"
         back = f"tl.{TYPES[kind]}, bitcast=True" if bits else f"tl.{TYPES[kind]}"
-        lines.append(f"{to}{i} = picked({state}, {where}, {axis}).to({back})")
+        lines.append(f"{to}{i} = {picked}({state}, {where}).to({back})")
     return "\n".join(lines)
 
 
@@ -130,7 +143,7 @@ def _publish(program: Program) -> str:
     )
 
 
-def _folded(program: Program, axis: int) -> str:
+def _folded(program: Program, layout: Layout) -> str:
     """The published states at ``at``, a window's first ``count``, combined in this order."""
     lines, word = ["mask = live & (j < count)"], 0
     for i, kind in enumerate(program.states):
@@ -145,8 +158,8 @@ def _folded(program: Program, axis: int) -> str:
             cast = "tl.float32, bitcast=True" if kind == "fp32" else f"tl.{TYPES[kind]}"
             lines.append(f"s{i} = {low}.to({cast})")
         word += BITS[kind]
-    lines.append(_scanned(program, axis, False))
-    lines.append(_last(program, "s", "j == count - 1", axis))
+    lines.append(_scanned(program, layout.along, False))
+    lines.append(_last(program, "s", "j == count - 1", layout))
     lines.append(f"return {_leaves('s', program)}")
     return (
         "@triton.jit\n"
@@ -155,19 +168,23 @@ def _folded(program: Program, axis: int) -> str:
     )
 
 
-def _lanes(layout: Layout, ticket: str = "") -> str:
+def _lanes(layout: Layout) -> str:
     """What a program scans: its lanes, and the tile ``k`` if others scan some of them as well."""
-    lane = "[:, None]" if layout.axis else "[None, :]"
+    lane = "block * LANES + tl.arange(0, LANES)"
     lines = []
     if not layout.shared:
         lines.append("block = tl.program_id(0).to(tl.int64)")
+    elif not layout.lane_dims:
+        lines += ["block = ticket * 0", "k = ticket"]
     elif layout.axis:  # a row's tiles follow one another in memory
-        lines += [f"block = {ticket} // tiles", f"k = {ticket} % tiles"]
+        lines += ["block = ticket // tiles", "k = ticket % tiles"]
     else:  # lanes do
-        lines += [f"block = {ticket} % blocks", f"k = {ticket} // blocks"]
-    lines.append(f"lane = block * LANES + tl.arange(0, LANES){lane}")
-    more = f" & ({ticket} < tiles * blocks)" if layout.shared and layout.ahead else ""
-    lines.append(f"live = (lane < lanes){more}")
+        lines += ["block = ticket % blocks", "k = ticket // blocks"]
+    if layout.flat:
+        lines.append("lane = block")
+    else:
+        lines.append(f"lane = {lane}{'[:, None]' if layout.axis else '[None, :]'}.to(tl.int64)")
+    lines.append("live = lane < lanes")
     rest = "lane"
     for i in reversed(range(1, layout.lane_dims)):
         lines.append(f"i{i} = {rest} % n{i}")
@@ -198,7 +215,7 @@ def _loads(program: Program, layout: Layout, to: str = "x") -> str:
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
         parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
         free = all(kind == 0 for kind in kinds[1:])
-        limits = [] if free and not (layout.ahead and layout.shared) else ["live"]
+        limits = [] if free else ["live"]
         if kinds[0] != 0:
             limits.append(_there(program))
         ahead = given.shift if program.reverse else -given.shift  # in memory
@@ -216,7 +233,7 @@ def _states(program: Program, layout: Layout) -> str:
     lines = [program.produce]
     for i, kind in enumerate(program.states):
         lines.append(f"s{i} = tl.broadcast_to(s{i}.to(tl.{TYPES[kind]}), inside.shape)")
-    lines.append(_scanned(program, layout.axis, program.reverse and layout.ascending))
+    lines.append(_scanned(program, layout.along, program.reverse and layout.ascending))
     return "\n".join(lines)
 
 
@@ -268,22 +285,16 @@ def _looped(program: Program, layout: Layout) -> str:
         *loads,
         _states(program, layout),
         _after(program, "c", "k > 0"),
-        _last(program, "c", _end(program, layout), layout.axis),
+        _last(program, "c", _end(program, layout), layout),
         _stores(program, layout),
     ]
     parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
     return "\n".join([*parts, _indented("\n".join(body))])
 
 
-def _announced(program: Program, layout: Layout) -> str:
-    e = _leaves("e", program)
-    at = "lane * tiles + k" if layout.axis else "lane + k * lanes"
-    return f"publish(words, plane, {at}, live, call, {e})"
-
-
 def _before(program: Program, layout: Layout) -> str:
-    """Find the state ``p`` in front of a tile (any, if it is the first), whose total is ``e``: of
-    groups of groups, then groups, then tiles in front of it, in one window."""
+    """Publish a tile's total ``e``, and find the state ``p`` in front of the tile (any, if it is
+    the first): of groups of groups, then groups, then tiles in front of it, in one window."""
     p, e, u, g = (_leaves(prefix, program) for prefix in "peug")
     at = ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
     step = "" if layout.axis else " * lanes"
@@ -298,6 +309,7 @@ near = group % GROUP
 base0 = {at[0]}
 base1 = lanes * tiles + {at[1]}
 base2 = lanes * (tiles + groups) + {at[2]}
+publish(words, plane, base0 + k{step}, live, call, {e})
 {chr(10).join(f"p{i} = e{i}" for i in count)}
 if own == GROUP - 1:
     {u} = folded(words, plane, base0 + (group * GROUP + j){step}, j, live, call, own)
@@ -329,48 +341,30 @@ for w in range(0, above // GROUP):
 
 
 def _shared(program: Program, layout: Layout) -> str:
-    """Tiles of one scan are many programs'. With ``ahead`` a program goes from ticket to ticket,
-    and has published the next tile's total, and asked for the inputs of the one after that, before
-    it asks for what precedes the present one."""
-    window = "[None, :]" if layout.axis else "[:, None]"
+    """Tiles of one scan are many programs'."""
+    window = "" if layout.axis else "[:, None]"
     head = f"""tiles = tl.cdiv(length, size)
 groups = tl.cdiv(tiles, GROUP)
 supers = tl.cdiv(groups, GROUP)
 blocks = tl.cdiv(lanes, LANES)
 plane = lanes * (tiles + groups + supers)
-words = workspace + 4
+words = workspace + 32
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
-base = tl.load(workspace + 1, volatile=True)
-call = tl.load(workspace + 2, volatile=True) + 1
-last = tiles * blocks{" + 2 * tl.num_programs(0)" if layout.ahead else ""} - 1
-ticket = take(workspace, base, call, last)"""
-    here = [_lanes(layout, "ticket"), _place(program, layout)]
-    states = [
-        _states(program, layout),
-        _last(program, "e", _end(program, layout), layout.axis),
-        _announced(program, layout),
-    ]
-    behind = [_before(program, layout), _after(program, "p", "k > 0"), _stores(program, layout)]
-    if not layout.ahead:
-        return "\n".join([head, *here, _loads(program, layout), *states, *behind])
-    every = range(len(program.states))
-    fetch = [*here, _loads(program, layout, "next")]
-    scanned = [*here, _taken(program), *states]
-    keep = ["now = ticket", *(f"had{i} = s{i}\nsum{i} = e{i}" for i in every)]
-    more = ["ticket = take(workspace, base, call, last)", *fetch]
-    swap = [
-        "then = ticket",
-        *(f"new{i} = s{i}\nnew_sum{i} = e{i}" for i in every),
-        *more,
-        *(f"s{i} = had{i}\ne{i} = sum{i}" for i in every),
-        _lanes(layout, "now"),
+base = tl.load(workspace + 16)
+call = tl.load(workspace + 17) + 1
+ticket = take(workspace, base, call, tiles * blocks - 1)"""
+    parts = [
+        head,
+        _lanes(layout),
         _place(program, layout),
-        _loads(program, layout) if re.search(r"\bx\d", program.consume) else "",
+        _loads(program, layout),
+        _states(program, layout),
+        _last(program, "e", _end(program, layout), layout),
+        _before(program, layout),
+        _after(program, "p", "k > 0"),
+        _stores(program, layout),
     ]
-    back = ["now = then", *(f"had{i} = new{i}\nsum{i} = new_sum{i}" for i in every)]
-    loop = _indented("\n".join([*scanned, *swap, *behind, *back]))
-    start = [head, *fetch, *scanned, *keep, *more]
-    return "\n".join([*start, "while now < tiles * blocks:", loop])
+    return "\n".join(parts)
 
 
 @functools.cache
@@ -381,11 +375,11 @@ def text(program: Program, layout: Layout) -> str:
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(layout))
     body = _shared(program, layout) if layout.shared else _looped(program, layout)
-    time = "[None, :]" if layout.axis else "[:, None]"
+    time = "" if layout.flat else "[None, :]" if layout.axis else "[:, None]"
     head = f"size = tl.full([], TIME, tl.int64)\ntime = tl.arange(0, TIME){time}"
     parts = [_combine(program)]
     if layout.shared:
-        parts += [_publish(program), _folded(program, layout.axis)]
+        parts += [_publish(program), _folded(program, layout)]
     name = f"scan_{'rows' if layout.axis else 'columns'}"
     parts.append(
         f"@triton.jit\ndef {name}({given}, {constants}):\n{_indented(head)}\n{_indented(body)}\n"
@@ -405,7 +399,7 @@ def kernel(program: Program, layout: Layout) -> Any:
     name = f"<inductor_ext scan {kernel.cache_info().currsize}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     scope = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": "inductor_ext_scan"}
-    for helper in ("take", "put", "get", "low_bits", "high_bits", "joined", "picked"):
+    for helper in HELPERS:
         scope[helper] = getattr(scan, helper)
     exec(compile(source, name, "exec"), scope)
     return scope[f"scan_{'rows' if layout.axis else 'columns'}"]

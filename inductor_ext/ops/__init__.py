@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported on first use
     from inductor_ext.ops._cross_entropy import cross_entropy as cross_entropy
     from inductor_ext.ops._distillation import sparse_distillation_loss as sparse_distillation_loss
+    from inductor_ext.ops._linear_attention import linear_attention as linear_attention
     from inductor_ext.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from inductor_ext.ops._mhc import mhc_head as mhc_head
     from inductor_ext.ops._mhc import mhc_post as mhc_post
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
 
 _HOME = {
     "cross_entropy": "_cross_entropy",
+    "linear_attention": "_linear_attention",
     "linear_cross_entropy": "_linear_cross_entropy",
     "linear_recurrence": "_recurrence",
     "log_softmax": "_softmax",

@@ -138,7 +138,8 @@ def linear_recurrence(
 
     Returns h in the dtype of b, carried in fp32 (fp64 for fp64) and rounded once. Gradients of a, b
     and h0: one scan the other way, linear in time; those of gradients are made of the same scans.
-    A length of 0 is fine. Products of a are formed on the way, so that h may be NaN where such a
+    CPU tensors and transforms of ``torch.func`` are composed of torch functions. A length of 0 is
+    fine. Deterministic. Products of a are formed on the way, so that h may be NaN where such a
     product overflows and h itself would not.
 
     Raises ValueError or TypeError for what does not fit.

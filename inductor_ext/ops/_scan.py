@@ -178,7 +178,7 @@ def scan(
             at the first position of a segment, in the order of memory, also in reverse; the first
             position of all begins one anyway. int32 or int64: offsets [number of segments + 1]
             along ``dim``, rising from 0 to its size, the same for all else; segments may be empty.
-            Offsets are checked on the CPU only.
+            Offsets are checked on the CPU only, and not in a compiled program.
         dtype: of the result; x is converted where it is read. By default int64 for a sum or product
             of integers or bools, else that of x.
 
@@ -188,8 +188,9 @@ def scan(
 
     Gradients of x for floats, each one scan the other way: of a product without division, so that
     zeros are right; of a maximum or minimum to the element that was taken, without atomics; of a
-    logsumexp by factors of at most 1, 0 where x is -inf. Those of gradients are composed of the
-    same operations. A size of 0 is fine.
+    logsumexp by factors of at most 1, 0 where x is -inf, from y as it was rounded: off by the
+    rounding of y, relatively. CPU tensors, transforms of ``torch.func`` and gradients of gradients
+    are composed of torch functions. A size of 0 is fine. Deterministic.
 
     Raises ValueError or TypeError for what does not fit.
     """

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inductor_ext.compat import under_functorch
+
 OPS = ("sum", "prod", "max", "min", "logsumexp", "cummax", "cummin")
 WITH_INDEX = ("cummax", "cummin")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -60,8 +62,9 @@ def check_segments(x: Tensor, segments: Tensor, dim: int) -> None:
             "segments of offsets are expected as [number of segments + 1], got "
             f"{list(segments.shape)}"
         )
-    if segments.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # their values are not known on the host
+    known = type(segments) in (Tensor, torch.nn.Parameter) and not under_functorch()
+    if segments.device.type != "cpu" or torch.compiler.is_compiling() or not known:
+        return  # their values are not there, or not on the host
     if segments[0] != 0 or segments[-1] != x.shape[dim] or (segments.diff() < 0).any():
         raise ValueError(
             f"segments of offsets are expected to rise from 0 to {x.shape[dim]}, the size of "
