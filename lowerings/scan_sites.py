@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -115,10 +114,8 @@ def _states(leaves: list[Any]) -> tuple[str, ...]:
     return tuple(_STATES[kind] for kind in kinds)
 
 
-def of_combine(
-    node: Any, combine: str, leaves: list[Any], dim: int, reverse: bool, what: str
-) -> Site:
-    """A scan of ``leaves`` by a text that combines their states; its results are in a tuple."""
+def _of_combine(node: Any, combine: str, leaves: list[Any]) -> Site:
+    """A scan of ``leaves`` along their first dimension by a text that combines their states."""
     states = _states(leaves)
     dtypes = tuple(value(leaf).dtype for leaf in leaves)
     kinds = [_type(dtype) for dtype in dtypes]
@@ -129,9 +126,9 @@ def of_combine(
         produce="\n".join(f"s{i} = x{i}.to({kind})" for i, kind in enumerate(kinds)),
         combine=combine,
         consume="\n".join(f"y{i} = s{i}" for i in range(len(kinds))),
-        reverse=reverse,
     )
-    return Site(node, what, program, tuple(leaves), _results(node, len(leaves)), dim)
+    nodes = _results(node, len(leaves))
+    return Site(node, "associative_scan", program, tuple(leaves), nodes, 0)
 
 
 def _higher_order(node: Any) -> Site:
@@ -142,7 +139,7 @@ def _higher_order(node: Any) -> Site:
         combine = scan_pointwise.combine(graph)
     except scan_operations.Unknown as error:
         raise NoSite(str(error)) from None
-    return of_combine(node, combine, list(leaves), 0, False, "associative_scan")
+    return _of_combine(node, combine, list(leaves))
 
 
 # --- operations of the package, which are registered when they are first used --------------------
@@ -217,26 +214,31 @@ def _recurrence_backward(node: Any) -> Site:
 
 
 def _associative(node: Any) -> Site:
-    from inductor_ext.ops import _combine_text
+    from inductor_ext.ops import _combine_programs as programs
 
     leaves, text, dim, reverse = _arguments(node)
-    function = copy.deepcopy(_combine_text.read(text, len(leaves)))
-    dtypes = [_combine_text.wide(value(leaf).dtype) for leaf in leaves]
-    inputs = [torch.empty([], dtype=dtype, device="meta") for dtype in (*dtypes, *dtypes)]
-    _Values(function).run(*inputs)
     try:
-        combine = scan_pointwise.combine(function.graph)
-    except scan_operations.Unknown as error:
+        program = programs.forward(text, tuple(value(leaf).dtype for leaf in leaves), reverse)
+    except programs.NoProgram as error:
         raise NoSite(str(error)) from None
-    return of_combine(node, combine, list(leaves), int(dim), reverse, "associative_scan")
+    nodes = _results(node, len(leaves))
+    return Site(node, "associative_scan", program, tuple(leaves), nodes, int(dim))
 
 
-class _Values(torch.fx.Interpreter):
-    """Notes every node's value."""
+def _associative_backward(node: Any) -> Site:
+    from inductor_ext.ops import _combine_programs as programs
 
-    def run_node(self, n: Any) -> Any:
-        n.meta["val"] = super().run_node(n)
-        return n.meta["val"]
+    grads, xs, ys, text, dim, reverse, present = _arguments(node)
+    dtypes, incoming = (tuple(value(n).dtype for n in nodes) for nodes in (xs, grads))
+    try:
+        made = programs.backward(text, dtypes, incoming, tuple(present), reverse)
+    except programs.NoProgram as error:
+        raise NoSite(str(error)) from None
+    given = {"g": dict(zip(present, grads, strict=True)), "x": xs, "y": ys}
+    read = tuple(given[kind][i] for kind, i in made.inputs)
+    nodes = _results(node, len(made.results))
+    what = "associative_scan, gradient"
+    return Site(node, what, made.program, read, nodes, int(dim))
 
 
 _MAKERS: dict[Any, Callable[[Any], Site]] = {op: _aten for op in NAMES}
@@ -248,6 +250,7 @@ _OWN: dict[str, Callable[[Any], Site]] = {
     "inductor_ext::linear_recurrence": _recurrence,
     "inductor_ext::linear_recurrence_backward": _recurrence_backward,
     "inductor_ext::associative_scan": _associative,
+    "inductor_ext::associative_scan_backward": _associative_backward,
 }
 
 
