@@ -83,6 +83,8 @@ def _why(fused: Fused) -> str:
     rows = _along_rows(fused)
     if not _stock_cuts(length, total // length, rows):
         raise _Left(f"stock scans {total // length} lanes of {length} at the speed of memory")
+    if scan_sites.is_recurrence(site):
+        return "one scan instead of two, which neither under- nor overflows"
     if len(site.program.states) > 1 and site.what != "logcumsumexp":
         return "stock never cuts a scan of several values"
     return "stock cuts the scan" if rows else "stock walks the columns one by one"
@@ -246,7 +248,9 @@ def rewrite(graph: Any) -> None:
         if same is not node:  # stock computes what is equal once, behind this
             node.replace_all_uses_with(same)
             editing.erase_unused(graph, [node])
-    for node in scans:
+    # Recurrences come before the scans that they are made of.
+    ends = [n for n in graph.nodes if scan_sites.recurrence_of(n)] if numbers is not None else []
+    for node in [*ends, *scans]:
         if compat_fx.is_erased(node) or not node.users:
             continue
         here = str(node.target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from inductor_ext.templates import scan_forms
 from inductor_ext.templates.scan_program import Input, Program
 
 from inductor_ext import compat, compat_scans, scan_operations, scan_pointwise
-from inductor_ext.editing import value
+from inductor_ext.editing import same_shape, value
 
 aten = torch.ops.aten
 
@@ -140,6 +141,61 @@ def _higher_order(node: Any) -> Site:
     except scan_operations.Unknown as error:
         raise NoSite(str(error)) from None
     return _of_combine(node, combine, list(leaves))
+
+
+# --- a recurrence written with cumulative products ------------------------------------------------
+
+
+def recurrence_of(node: Any) -> Site | None:
+    """h_t = a_t h_(t-1) + b_t, written as P cumsum(b / P) with P = cumprod(a), at its last node;
+    None for another. The recurrence has a value where P has left the range of its dtype.
+    """
+    if node.target is not aten.mul.Tensor:
+        return None
+    for product, total in (node.args[:2], node.args[1::-1]):
+        if getattr(product, "target", None) is not aten.cumprod.default:
+            continue
+        if getattr(total, "target", None) is not aten.cumsum.default:
+            continue
+        ratio = total.args[0]
+        if ratio.target is not aten.div.Tensor or ratio.args[1] is not product or ratio.kwargs:
+            continue
+        a, b = product.args[0], ratio.args[0]
+        chain = [a, b, product, ratio, total, node]
+        if not all(isinstance(n, torch.fx.Node) for n in chain):
+            continue
+        rank, dtype = value(node).dim(), value(node).dtype
+        if (
+            dtype.is_floating_point
+            and all(value(n).dtype == dtype for n in chain)
+            and all(same_shape(value(n).shape, value(node).shape) for n in chain)
+            and product.args[1] % rank == total.args[1] % rank
+            and set(product.users) == {ratio, node}
+            and set(ratio.users) == {total}
+            and set(total.users) == {node}
+        ):
+            parts = product, ratio, total
+            return dataclasses.replace(_affine(node, a, b, total.args[1] % rank), parts=parts)
+    return None
+
+
+def is_recurrence(site: Site) -> bool:
+    """Whether a site is one of ``recurrence_of``."""
+    return site.node.target is aten.mul.Tensor
+
+
+def _affine(node: Any, a: Any, b: Any, dim: int) -> Site:
+    dtype = value(node).dtype
+    kind, form = _type(dtype), scan_forms.form("affine", dtype)
+    program = Program(
+        inputs=(Input(dtype), Input(dtype)),
+        outputs=(dtype,),
+        states=form.states,
+        produce=f"s0 = x0.to({kind})\ns1 = x1.to({kind})",
+        combine=form.combine,
+        consume="y0 = s1",
+    )
+    return Site(node, "cumprod(a) cumsum(b / cumprod(a))", program, (a, b), ((node,),), dim)
 
 
 # --- operations of the package, which are registered when they are first used --------------------
@@ -281,7 +337,10 @@ def is_beyond_stock(node: Any) -> bool:
 
 
 def site_of(node: Any) -> Site:
-    """A node that scans, as a site. Raises NoSite."""
+    """A node that scans, or ends a recurrence, as a site. Raises NoSite."""
     maker = _maker(node)
-    assert maker is not None
-    return maker(node)
+    if maker is not None:
+        return maker(node)
+    found = recurrence_of(node)
+    assert found is not None
+    return found
