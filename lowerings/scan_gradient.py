@@ -16,9 +16,12 @@ import torch
 from inductor_ext.lowerings import mhc_sites
 
 from inductor_ext import compat_fx, compat_ir, compat_pre_grad, registry
-from inductor_ext.ops import _combine, _recurrence
+from inductor_ext.ops import (
+    _combine,
+    _cumprod,  # noqa: F401  (defines the operation)
+    _recurrence,
+)
 from inductor_ext.ops import _combine_text as texts
-from inductor_ext.ops import _cumprod  # noqa: F401  (defines the operation)
 from inductor_ext.shadow import value_of
 
 NAME = "scan_gradient"
