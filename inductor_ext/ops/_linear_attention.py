@@ -262,8 +262,9 @@ def linear_attention(
     if feature_map is not None:
         q, k = _mapped(feature_map, q), _mapped(feature_map, k)
         _check_heads(q, k, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale) or scale == 0:
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    elif not 0 < abs(scale) < math.inf:
         raise ValueError(f"scale is expected as a finite number other than 0, got {scale}")
     g = _as_decay(decay, q)
     columns = v.shape[-1]
