@@ -3,10 +3,14 @@ and AOTAutograd will make of a node."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 @functools.cache
@@ -91,3 +95,40 @@ def tensor_meta(tensor: torch.Tensor) -> Any:
     from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
     return _extract_tensor_metadata(tensor)
+
+
+def apart(fn: Callable[[], Result]) -> Result:
+    """``fn()`` in a thread of its own, where nothing is being traced or differentiated."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(fn).result()
+
+
+def functional_graph(fn: Any, tensors: Any, decompose: bool = False) -> Any:
+    """``fn`` of tensors, which may take gradients, as aten operations that write nothing;
+    ``decompose``: what torch takes apart for every compiler is taken apart."""
+    from torch._decomp import core_aten_decompositions
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(fn)(*tensors)
+    functional = torch.func.functionalize(traced, remove="mutations")
+    table = core_aten_decompositions() if decompose else {}
+    return make_fx(functional, decomposition_table=table)(*tensors).graph
+
+
+def known_number(tensor: Any) -> Any:
+    """The number that a tensor of one element holds; None where it is not known while compiling."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1:
+        return None
+    tensor = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    return None if tensor is None else tensor.item()
+
+
+def inductor_graph(fn: Any, tensors: Any) -> Any:
+    """``fn`` of tensors as a graph of the operations that Inductor has code for."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    trace = make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="fake")
+    return trace(*tensors).graph

@@ -275,6 +275,41 @@ def inline(gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str
     return out
 
 
+def scan(combine: Callable[..., Any], xs: Sequence[Any], dim: int, reverse: bool) -> Any:
+    """Inductor's scan of k leaves: ``combine`` takes 2k tensors at a position and gives k. None
+    where Inductor has no code for it."""
+    from torch._inductor import ir
+    from torch._inductor.subgraph_lowering import InputDescriptor, lower_pointwise_subgraph
+    from torch._inductor.virtualized import V
+
+    pairs = [(x.get_dtype(), x.get_device()) for x in (*xs, *xs)]
+    with V.fake_mode:
+        fakes = [torch.empty((), dtype=dtype, device=device) for dtype, device in pairs]
+    subgraph = ir.Subgraph(name="combine", graph_module=trace(combine, fakes).gm)
+    function = lower_pointwise_subgraph(subgraph, [InputDescriptor(*pair) for pair in pairs])
+    size = xs[0].get_size()
+
+    def loader(x: Any) -> Any:
+        load = x.make_loader()
+        last = size[dim] - 1
+        turn = lambda index: [*index[:dim], last - index[dim], *index[dim + 1 :]]  # noqa: E731
+        return (lambda index: load(turn(index))) if reverse else load
+
+    ys = ir.Scan.create(
+        device=xs[0].get_device(),
+        dtypes=tuple(x.get_dtype() for x in xs),
+        inner_fns=tuple(map(loader, xs)),
+        size=size,
+        axis=dim,
+        combine_fn=lambda earlier, later: function(*earlier, *later),
+        can_fallback_to_aten=False,
+    )
+    if ys[0] is None:
+        return None
+    flip = torch.ops.prims.rev.default
+    return [call(flip, y, [dim]) for y in ys] if reverse else ys
+
+
 # --- nested compiles ------------------------------------------------------------------------------
 
 

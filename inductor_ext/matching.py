@@ -87,6 +87,11 @@ def feeds_row_reduction(node: Any = None, limit: int = 8192) -> bool:
     )
 
 
+def is_reduction(node: Any) -> bool:
+    """Whether an fx node reduces, and Inductor writes code for it."""
+    return node.op == "call_function" and str(node.target) in _REDUCTIONS
+
+
 def _over_last(node: Any) -> bool:
     source = node.all_input_nodes[0].meta.get("val")
     if source is None or len(node.args) < 2:

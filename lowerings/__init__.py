@@ -4,4 +4,6 @@ from . import cross_entropy as cross_entropy
 from . import decompose_k as decompose_k
 from . import fused_loss as fused_loss
 from . import mhc_post_pre as mhc_post_pre
+from . import scan as scan
+from . import scan_gradient as scan_gradient
 from . import softmax as softmax

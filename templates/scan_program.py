@@ -2,8 +2,9 @@
 them, how two states combine, what is written.
 
 The texts are Triton, fp32 or wider inside. They see ``tl``, ``libdevice``, the position ``t`` along
-the scan (0 is the first one scanned, also in reverse), ``length``, the values ``x0, x1, ...`` of the
-inputs there (as stored, not yet widened), and in ``consume`` the scanned state ``s0, s1, ...``.
+the scan (0 is the first one scanned, also in reverse), ``length``, the values ``x0, x1, ...`` of
+the inputs there (as stored, not yet widened), and in ``consume`` the scanned state ``s0, s1, ...``.
+Values may be narrower than a tile and are broadcast. Names of their own begin with ``tmp``.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
     from inductor_ext.ops._mhc import mhc_pre as mhc_pre
     from inductor_ext.ops._mhc import mhc_pre_from_mixes as mhc_pre_from_mixes
     from inductor_ext.ops._mhc import sinkhorn as sinkhorn
+    from inductor_ext.ops._recurrence import linear_recurrence as linear_recurrence
+    from inductor_ext.ops._scan import scan as scan
     from inductor_ext.ops._softmax import log_softmax as log_softmax
     from inductor_ext.ops._softmax import softmax as softmax
 
@@ -27,12 +29,14 @@ _HOME = {
     "cross_entropy": "_cross_entropy",
     "linear_attention": "_linear_attention",
     "linear_cross_entropy": "_linear_cross_entropy",
+    "linear_recurrence": "_recurrence",
     "log_softmax": "_softmax",
     "mhc_head": "_mhc",
     "mhc_post": "_mhc",
     "mhc_post_pre": "_mhc",
     "mhc_pre": "_mhc",
     "mhc_pre_from_mixes": "_mhc",
+    "scan": "_scan",
     "sinkhorn": "_mhc",
     "softmax": "_softmax",
     "sparse_distillation_loss": "_distillation",

@@ -10,12 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_ext import compat, compat_fx, compat_ir, compat_pre_grad, registry
+from inductor_ext import (
+    compat,
+    compat_fx,
+    compat_ir,
+    compat_pre_grad,
+    compat_scans,
+    compat_user_kernels,
+    registry,
+)
 
 pytestmark = pytest.mark.codegen  # a torch that moved a name must turn CI red
 
@@ -591,3 +600,33 @@ def test_whether_a_transform_runs():
     x = torch.ones((), requires_grad=True)
     (dx,) = torch.autograd.grad(Probe.apply(x), x, torch.ones(2), is_grads_batched=True)
     assert seen[3] and (dx != 0).all()
+
+
+def test_a_kernel_of_ones_own_in_a_graph():
+    table = find("torch._higher_order_ops.triton_kernel_wrap:kernel_side_table")
+    for name in ("add_kernel", "add_constant_args"):
+        assert callable(getattr(table, name))
+    accepts(
+        "torch._higher_order_ops.triton_kernel_wrap:triton_kernel_wrapper_functional_dense",
+        kernel_idx=0,
+        constant_args_idx=0,
+        grid=[(1, 1, 1)],
+        tma_descriptor_metadata={},
+        kwargs={},
+        tensors_to_clone=[],
+    )
+    accepts("torch._inductor.pattern_matcher:stable_topological_sort", X)
+    a, b = sympy.symbols("a b", integer=True, positive=True)
+    division = find("torch.utils._sympy.functions:FloorDiv")(a, b)
+    assert compat_user_kernels.is_floor_division(division) and division.args == (a, b)
+    assert not compat_user_kernels.is_floor_division(a * b)
+
+
+def test_scans_of_torch():
+    assert compat_scans.associative_scan().name() == "associative_scan"
+    accepts("torch._refs:_cumsumprod_common", func=X, init=0, a=X, dim=0, dtype=None)
+    compat_scans.trace_long_scans()
+    long = torch.empty(3_100_000_000, dtype=torch.int8, device="meta")
+    assert long.cumsum(0).dtype == torch.int64
+    assert long.cumprod(0, dtype=torch.bfloat16).shape == long.shape
+    assert torch.equal(torch._refs.cumsum(torch.arange(4), 0), torch.tensor([0, 1, 3, 6]))

@@ -1,0 +1,222 @@
+"""How a ``scan_program.Program`` is laid out over a card's programs, and its launch.
+
+Dimensions that every tensor walks alike are merged. A scan is one program's where there are lanes
+enough to keep the card busy, else it is cut among programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch.library import wrap_triton
+
+from . import scan, scan_text
+from .scan_program import Program
+
+Size = Any  # int or SymInt
+PROGRAMS = 264  # of two per multiprocessor: with fewer, long scans are cut
+SHORT = 4096  # positions up to which cutting a scan costs more than it brings
+GROUP = 128  # words of one lane that are read at once
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
+    0 where a program scans all of its lanes. ``ascending``: a reversed scan turns a tile around
+    in registers, else in its addresses."""
+
+    lanes: int
+    time: int
+    warps: int
+    group: int = 0
+    ascending: bool = True
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch. ``arguments``: by the entry's names; "x0_ptr" and so on for tensors, as the slot
+    of a tensor ("x0", "y0", "workspace"), numbers as they are. ``workspace``: int64 words, zero
+    before the first launch, which later launches may use again one after the other."""
+
+    kernel: Any
+    grid: tuple[Size, int, int]
+    arguments: dict[str, Any]
+    constants: dict[str, int]
+    warps: int
+    workspace: Size
+
+    @property
+    def configured(self) -> Any:
+        """The kernel with its number of warps, for a graph."""
+        return _configured(self.kernel, self.warps)
+
+
+@functools.cache
+def _configured(kernel: Any, warps: int) -> Any:
+    return triton.autotune([triton.Config({}, num_warps=warps)], key=[])(kernel)
+
+
+def _is(a: Size, b: Size) -> bool:
+    """Whether two sizes are known to be equal, without asking for it."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(a == b)
+
+
+def _cdiv(a: Size, b: int) -> Size:
+    return (a + b - 1) // b
+
+
+def _merged(
+    shape: Sequence[Size], strides: Sequence[Sequence[Size]], dim: int
+) -> list[tuple[Size, list[Size]]]:
+    """The lane dimensions, outermost first, neighbours that all tensors walk alike made one."""
+    order = [d for d in range(len(shape)) if d != dim and not _is(shape[d], 1)]
+    walk = strides[-1]  # an output's
+    if all(isinstance(walk[d], int) for d in order):
+        order.sort(key=lambda d: -walk[d])
+    lanes: list[tuple[Size, list[Size]]] = []
+    for d in order:
+        own = [s[d] for s in strides]
+        if lanes:
+            size, outer = lanes[-1]
+            if all(_is(a, b * shape[d]) for a, b in zip(outer, own, strict=True)):
+                lanes[-1] = (size * shape[d], own)
+                continue
+        lanes.append((shape[d], own))
+    return lanes
+
+
+def _kind(stride: Size) -> int | None:
+    return 0 if _is(stride, 0) else 1 if _is(stride, 1) else None
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tiling(program: Program, axis: int, lanes: int, inner: int, length: int) -> Tiling:
+    """The tile for sizes like these. ``inner``: the innermost lane dimension's size."""
+    words = scan_text.words_of(program)
+    entries = 4096 if words <= 2 else 2048
+    if axis:
+        time = min(_power(length), entries)
+        few = max(1, min(_power(lanes), entries // time, 64))
+        if -(-lanes // few) >= PROGRAMS or length <= SHORT:
+            return Tiling(few, time, max(1, min(8, few * time // 512)))
+        return Tiling(1, entries, 8, GROUP)
+    wide = min(_power(lanes), 32)
+    time = min(_power(length), entries // wide)
+    if -(-lanes // wide) >= PROGRAMS or length <= time:
+        return Tiling(wide, time, max(1, min(8, wide * time // 512)))
+    return Tiling(wide, time, 8, max(16, GROUP // wide))
+
+
+def plan(
+    program: Program,
+    shape: Sequence[Size],
+    input_strides: Sequence[Sequence[Size]],
+    output_strides: Sequence[Sequence[Size]],
+    dim: int,
+    hint: Callable[[Size], int] = int,
+    choice: Tiling | None = None,
+) -> Launch:
+    """Lay out ``program`` over tensors of ``shape`` (no size 0) scanned along ``dim``.
+
+    Strides are counted in elements; 0 where an input is broadcast. ``hint`` gives a likely value of
+    a symbolic size: the tile is chosen by it, and is right for every value.
+    """
+    strides = [list(s) for s in (*input_strides, *output_strides)]
+    lane_dims = _merged(shape, strides, dim)
+    along = [s[dim] for s in strides]
+    length = shape[dim]
+    inner = [row for _, row in lane_dims[-1:]]
+    beside = inner[0] if inner else [0] * len(strides)
+    axis = int(sum(_is(s, 1) for s in along) >= sum(_is(s, 1) for s in beside) or not lane_dims)
+    lanes: Size = 1
+    for size, _ in lane_dims:
+        lanes = lanes * size
+    if choice is None:
+        near = hint(lane_dims[-1][0]) if lane_dims else 1
+        choice = tiling(program, axis, hint(lanes), near, hint(length))
+    kinds = tuple(
+        (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
+    )
+    layout = scan_text.Layout(
+        axis, len(lane_dims), kinds, bool(choice.group), choice.ascending, choice.ahead
+    )
+    values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace"}
+    values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
+    names = [f"x{i}" for i in range(len(program.inputs))]
+    names += [f"y{i}" for i in range(len(program.outputs))]
+    for j, name in enumerate(names):
+        values[name] = name
+        values[f"{name}_t"] = along[j]
+        values |= {f"{name}_{i}": row[j] for i, (_, row) in enumerate(lane_dims)}
+    given = {
+        f"{n}_ptr" if n in names else n: values[n] for n in scan_text.arguments(program, layout)
+    }
+    blocks = _cdiv(lanes, choice.lanes)
+    constants = {"LANES": choice.lanes, "TIME": choice.time}
+    words: Size = 0
+    if choice.group:
+        constants["GROUP"] = choice.group
+        constants["WINDOW"] = _power(max(3 * choice.group, 64 * choice.warps // choice.lanes))
+        tiles = _cdiv(length, choice.time)
+        groups = _cdiv(tiles, choice.group)
+        kept = tiles + groups + _cdiv(groups, choice.group)
+        words = scan.HEADER + scan_text.words_of(program) * lanes * kept
+        blocks = blocks * tiles
+    return Launch(
+        scan_text.kernel(program, layout), (blocks, 1, 1), given, constants, choice.warps, words
+    )
+
+
+_kept: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def workspace(device: torch.device, words: int) -> torch.Tensor:
+    """At least ``words`` int64 words that earlier launches on this stream have left ready. While a
+    graph is captured they are the graph's own, cleared by it: it may be replayed beside others."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(words, dtype=torch.int64, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    have = _kept.get(key)
+    if have is None or have.numel() < words:
+        have = torch.zeros(max(words, 1 << 17), dtype=torch.int64, device=device)
+        _kept[key] = have
+    return have
+
+
+def launch(
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    dim: int,
+    choice: Tiling | None = None,
+) -> None:
+    """Run ``program``. All tensors have one shape, inputs expanded where they are broadcast."""
+    shape = outputs[0].shape
+    if outputs[0].numel() == 0:
+        return
+    laid = plan(
+        program,
+        shape,
+        [x.stride() for x in inputs],
+        [y.stride() for y in outputs],
+        dim,
+        choice=choice,
+    )
+    tensors = {f"x{i}": x for i, x in enumerate(inputs)} | {
+        f"y{i}": y for i, y in enumerate(outputs)
+    }
+    if laid.workspace:
+        tensors["workspace"] = workspace(outputs[0].device, laid.workspace)
+    given = {n: tensors[v] if isinstance(v, str) else v for n, v in laid.arguments.items()}
+    wrap_triton(laid.kernel)[laid.grid](**given, **laid.constants, num_warps=laid.warps)

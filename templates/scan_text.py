@@ -1,0 +1,405 @@
+"""The text of one scan's kernel, written around the texts of a ``scan_program.Program``.
+
+A tile is LANES x TIME, the time last where that is how tensors lie in memory ("rows"), or
+TIME x LANES ("columns"). A lane is one scan; lanes are numbered over all other dimensions. Where a
+scan is one program's ("looped") the program goes from tile to tile and carries a state; where it is
+cut among programs ("shared") they tell each other totals as ``scan`` describes.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from . import scan
+from .scan_program import Program
+
+try:
+    from triton.language.extra import libdevice
+except ImportError:  # without a GPU's driver triton may have none
+    libdevice = None
+
+HELPERS = ["take", "put", "get", "low_bits", "high_bits", "joined", "picked", "picked0", "picked1"]
+BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
+TYPES = {"int1": "int1", "int32": "int32", "fp32": "float32", "int64": "int64", "fp64": "float64"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors lie. ``axis``: that of the time in a tile. ``lane_dims``: how many numbers make
+    a lane's. ``strides``: per tensor (inputs, then outputs) the kinds of its strides along the time
+    and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
+    cut among programs. ``ascending``: a reversed scan's tile is in the order of memory.
+    ``ahead``: a program loads a tile before it is done with the last one."""
+
+    axis: int
+    lane_dims: int
+    strides: tuple[tuple[int | None, ...], ...]
+    shared: bool
+    ascending: bool
+    ahead: bool
+
+    @property
+    def flat(self) -> bool:
+        """Whether a tile is a piece of one lane, without an axis of lanes. What a program knows
+        about its lane are scalars then, which have no layout: the compiler else converts, or
+        computes twice, whole tiles for the sake of one of their elements."""
+        return self.shared and self.axis == 1
+
+    @property
+    def along(self) -> int:
+        """The axis of the time in a tile or window."""
+        return 0 if self.flat else self.axis
+
+
+def words_of(program: Program) -> int:
+    """64-bit words that hold a state."""
+    return sum(BITS[kind] for kind in program.states)
+
+
+def _indented(text: str, by: int = 4) -> str:
+    return "\n".join(" " * by + line for line in text.splitlines() if line.strip())
+
+
+def _leaves(prefix: str, program: Program) -> str:
+    return ", ".join(f"{prefix}{i}" for i in range(len(program.states)))
+
+
+def _names(program: Program) -> list[str]:
+    return [f"x{i}" for i in range(len(program.inputs))] + [
+        f"y{i}" for i in range(len(program.outputs))
+    ]
+
+
+def _offset(name: str, kinds: tuple[int | None, ...], parts: list[str]) -> str:
+    """The sum of index times stride over ``parts`` (names of indices)."""
+    terms = []
+    for kind, part, suffix in zip(kinds, parts, ["t", *range(len(parts) - 1)], strict=True):
+        if kind != 0:
+            terms.append(part if kind == 1 else f"{part} * {name}_{suffix}")
+    return " + ".join(terms) or "0"
+
+
+def arguments(program: Program, layout: Layout) -> list[str]:
+    """Names of the entry's arguments: tensors, the workspace of a shared scan, numbers."""
+    names = _names(program)
+    numbers = ["lanes", "length", *(f"n{i}" for i in range(1, layout.lane_dims))]
+    for name, kinds in zip(names, layout.strides, strict=True):
+        for kind, suffix in zip(kinds, ["t", *range(layout.lane_dims)], strict=True):
+            if kind is None:
+                numbers.append(f"{name}_{suffix}")
+    return [*names, *(["workspace"] if layout.shared else []), *numbers]
+
+
+def _combine(program: Program) -> str:
+    leaves = f"{_leaves('a', program)}, {_leaves('b', program)}"
+    return (
+        f"@triton.jit\ndef combine({leaves}):\n{_indented(program.combine)}\n"
+        f"    return {_leaves('r', program)}\n"
+    )
+
+
+def _scanned(program: Program, axis: int, reverse: bool) -> str:
+    leaves = _leaves("s", program)
+    group = leaves if len(program.states) == 1 else f"({leaves})"
+    return f"{leaves} = tl.associative_scan({group}, {axis}, combine, reverse={reverse})"
+
+
+def _last(program: Program, to: str, where: str, layout: Layout) -> str:
+    """The state at the one position where ``where`` holds, bit for bit."""
+    picked = "picked" if layout.flat else f"picked{layout.axis}"
+    lines = []
+    for i, kind in enumerate(program.states):
+        bits = {"fp32": "int32", "fp64": "int64"}.get(kind)
+        state = f"s{i}.to(tl.{bits}, bitcast=True)" if bits else f"s{i}.to(tl.int32)"
+        if kind == "int64":
+            state = f"s{i}"
+        back = f"tl.{TYPES[kind]}, bitcast=True" if bits else f"tl.{TYPES[kind]}"
+        lines.append(f"{to}{i} = {picked}({state}, {where}).to({back})")
+    return "\n".join(lines)
+
+
+def _publish(program: Program) -> str:
+    lines, word = [], 0
+    for i, kind in enumerate(program.states):
+        plane = f"words + {word} * plane"
+        if BITS[kind] == 2:
+            state = f"e{i}.to(tl.int64, bitcast=True)" if kind == "fp64" else f"e{i}"
+            lines.append(f"put({plane}, at, live, low_bits({state}), call)")
+            lines.append(f"put(words + {word + 1} * plane, at, live, high_bits({state}), call)")
+        else:
+            cast = "tl.int32, bitcast=True" if kind == "fp32" else "tl.int32"
+            lines.append(f"put({plane}, at, live, e{i}.to({cast}), call)")
+        word += BITS[kind]
+    body = _indented("\n".join(lines))
+    return (
+        "@triton.jit\n"
+        f"def publish(words, plane, at, live, call, {_leaves('e', program)}):\n{body}\n"
+    )
+
+
+def _folded(program: Program, layout: Layout) -> str:
+    """The published states at ``at``, a window's first ``count``, combined in this order."""
+    lines, word = ["mask = live & (j < count)"], 0
+    for i, kind in enumerate(program.states):
+        low = f"get(words + {word} * plane, at, mask, call)"
+        if BITS[kind] == 2:
+            high = f"get(words + {word + 1} * plane, at, mask, call)"
+            both = f"joined({low}, {high})"
+            lines.append(
+                f"s{i} = {both}{'.to(tl.float64, bitcast=True)' if kind == 'fp64' else ''}"
+            )
+        else:
+            cast = "tl.float32, bitcast=True" if kind == "fp32" else f"tl.{TYPES[kind]}"
+            lines.append(f"s{i} = {low}.to({cast})")
+        word += BITS[kind]
+    lines.append(_scanned(program, layout.along, False))
+    lines.append(_last(program, "s", "j == count - 1", layout))
+    lines.append(f"return {_leaves('s', program)}")
+    return (
+        "@triton.jit\n"
+        "def folded(words, plane, at, j, live, call, count):\n"
+        f"{_indented(chr(10).join(lines))}\n"
+    )
+
+
+def _lanes(layout: Layout) -> str:
+    """What a program scans: its lanes, and the tile ``k`` if others scan some of them as well."""
+    lane = "block * LANES + tl.arange(0, LANES)"
+    lines = []
+    if not layout.shared:
+        lines.append("block = tl.program_id(0).to(tl.int64)")
+    elif not layout.lane_dims:
+        lines += ["block = ticket * 0", "k = ticket"]
+    elif layout.axis:  # a row's tiles follow one another in memory
+        lines += ["block = ticket // tiles", "k = ticket % tiles"]
+    else:  # lanes do
+        lines += ["block = ticket % blocks", "k = ticket // blocks"]
+    if layout.flat:
+        lines.append("lane = block")
+    else:
+        lines.append(f"lane = {lane}{'[:, None]' if layout.axis else '[None, :]'}.to(tl.int64)")
+    lines.append("live = lane < lanes")
+    rest = "lane"
+    for i in reversed(range(1, layout.lane_dims)):
+        lines.append(f"i{i} = {rest} % n{i}")
+        lines.append(f"r{i} = {rest} // n{i}")
+        rest = f"r{i}"
+    if layout.lane_dims:
+        lines.append(f"i0 = {rest}")
+    return "\n".join(lines)
+
+
+def _place(program: Program, layout: Layout, k: str = "k") -> str:
+    """Where tile ``k`` lies: ``at`` in memory, ``t`` along the scan."""
+    lines = []
+    if program.reverse and layout.ascending:
+        lines += [f"at = length - ({k} + 1) * size + time", "t = length - 1 - at"]
+    else:
+        lines.append(f"t = {k} * size + time")
+        lines.append("at = length - 1 - t" if program.reverse else "at = t")
+    return "\n".join([*lines, f"inside = live & {_there(program)}"])
+
+
+def _there(program: Program) -> str:
+    return "(at >= 0)" if program.reverse else "(at < length)"
+
+
+def _loads(program: Program, layout: Layout, to: str = "x") -> str:
+    lines = []
+    for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
+        parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
+        free = all(kind == 0 for kind in kinds[1:])
+        limits = [] if free else ["live"]
+        if kinds[0] != 0:
+            limits.append(_there(program))
+        ahead = given.shift if program.reverse else -given.shift  # in memory
+        if ahead:
+            parts[0] = f"(at {'+' if ahead > 0 else '-'} {abs(ahead)})"
+            limits.append(f"(at < length - {ahead})" if ahead > 0 else f"(at >= {-ahead})")
+        masked = f", {' & '.join(limits)}, other={given.fill}" if limits else ""
+        offset = _offset(f"x{i}", kinds, parts)
+        lines.append(f"{to}{i} = tl.load(x{i}_ptr + ({offset}){masked})")
+    return "\n".join(lines)
+
+
+def _states(program: Program, layout: Layout) -> str:
+    """From a tile's inputs to its scanned states, of the tile alone."""
+    lines = [program.produce]
+    for i, kind in enumerate(program.states):
+        lines.append(f"s{i} = tl.broadcast_to(s{i}.to(tl.{TYPES[kind]}), inside.shape)")
+    lines.append(_scanned(program, layout.along, program.reverse and layout.ascending))
+    return "\n".join(lines)
+
+
+def _taken(program: Program) -> str:
+    return "\n".join(f"x{i} = next{i}" for i in range(len(program.inputs)))
+
+
+def _after(program: Program, before: str, there: str) -> str:
+    """Put the state ``before`` in front of those of the tile where ``there`` holds."""
+    leaves = _leaves("q", program)
+    lines = [f"{leaves} = combine({_leaves(before, program)}, {_leaves('s', program)})"]
+    for i in range(len(program.states)):
+        lines.append(f"s{i} = tl.where({there}, q{i}, s{i})")
+    return "\n".join(lines)
+
+
+def _stores(program: Program, layout: Layout) -> str:
+    lines = [program.consume]
+    first = len(program.inputs)
+    parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
+    for i in range(len(program.outputs)):
+        offset = _offset(f"y{i}", layout.strides[first + i], parts)
+        lines.append(f"tl.store(y{i}_ptr + ({offset}), y{i}, inside)")
+    return "\n".join(lines)
+
+
+def _end(program: Program, layout: Layout) -> str:
+    """Where a tile's last state is."""
+    return "time == 0" if program.reverse and layout.ascending else "time == TIME - 1"
+
+
+def _looped(program: Program, layout: Layout) -> str:
+    """One program scans its lanes from tile to tile. With ``ahead`` the next tile is loaded while
+    one is scanned."""
+    zeros = "\n".join(
+        f"c{i} = tl.zeros(lane.shape, tl.{TYPES[kind]})" for i, kind in enumerate(program.states)
+    )
+    loads = [_place(program, layout), _loads(program, layout)]
+    first: list[str] = []
+    if layout.ahead:
+        first = [_place(program, layout, "0"), _loads(program, layout, "next")]
+        loads = [
+            _taken(program),
+            _place(program, layout, "(k + 1)"),
+            _loads(program, layout, "next"),
+            _place(program, layout),
+        ]
+    body = [
+        *loads,
+        _states(program, layout),
+        _after(program, "c", "k > 0"),
+        _last(program, "c", _end(program, layout), layout),
+        _stores(program, layout),
+    ]
+    parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
+    return "\n".join([*parts, _indented("\n".join(body))])
+
+
+def _before(program: Program, layout: Layout) -> str:
+    """Publish a tile's total ``e``, and find the state ``p`` in front of the tile (any, if it is
+    the first): of groups of groups, then groups, then tiles in front of it, in one window."""
+    p, e, u, g = (_leaves(prefix, program) for prefix in "peug")
+    at = ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
+    step = "" if layout.axis else " * lanes"
+    count = range(len(program.states))
+    joined = "\n".join(
+        f"p{i} = tl.where((w > 0) | (far + near + own > 0), g{i}, u{i})" for i in count
+    )
+    return f"""group = k // GROUP
+above = group // GROUP
+own = k % GROUP
+near = group % GROUP
+base0 = {at[0]}
+base1 = lanes * tiles + {at[1]}
+base2 = lanes * (tiles + groups) + {at[2]}
+publish(words, plane, base0 + k{step}, live, call, {e})
+{chr(10).join(f"p{i} = e{i}" for i in count)}
+if own == GROUP - 1:
+    {u} = folded(words, plane, base0 + (group * GROUP + j){step}, j, live, call, own)
+    {g} = combine({u}, {e})
+    publish(words, plane, base1 + group{step}, live, call, {g})
+    if near == GROUP - 1:
+        {u} = folded(words, plane, base1 + (above * GROUP + j){step}, j, live, call, near)
+        {g} = combine({u}, {g})
+        publish(words, plane, base2 + above{step}, live, call, {g})
+far = above % GROUP
+if far + near + own > 0:
+    at0 = base0 + (group * GROUP + j - far - near){step}
+    at1 = base1 + (above * GROUP + j - far){step}
+    at2 = base2 + (above - far + j){step}
+    {p} = folded(
+        words,
+        plane,
+        tl.where(j < far, at2, tl.where(j < far + near, at1, at0)),
+        j,
+        live,
+        call,
+        far + near + own,
+    )
+for w in range(0, above // GROUP):
+    turn = above // GROUP - 1 - w
+    {u} = folded(words, plane, base2 + (turn * GROUP + j){step}, j, live, call, GROUP)
+    {g} = combine({u}, {p})
+{_indented(joined)}"""
+
+
+def _shared(program: Program, layout: Layout) -> str:
+    """Tiles of one scan are many programs'."""
+    window = "" if layout.axis else "[:, None]"
+    head = f"""tiles = tl.cdiv(length, size)
+groups = tl.cdiv(tiles, GROUP)
+supers = tl.cdiv(groups, GROUP)
+blocks = tl.cdiv(lanes, LANES)
+plane = lanes * (tiles + groups + supers)
+words = workspace + 32
+j = tl.arange(0, WINDOW){window}.to(tl.int64)
+base = tl.load(workspace + 16)
+call = tl.load(workspace + 17) + 1
+ticket = take(workspace, base, call, tiles * blocks - 1)"""
+    parts = [
+        head,
+        _lanes(layout),
+        _place(program, layout),
+        _loads(program, layout),
+        _states(program, layout),
+        _last(program, "e", _end(program, layout), layout),
+        _before(program, layout),
+        _after(program, "p", "k > 0"),
+        _stores(program, layout),
+    ]
+    return "\n".join(parts)
+
+
+@functools.cache
+def text(program: Program, layout: Layout) -> str:
+    """The functions of the kernel; the entry is the last one."""
+    pointers = [*_names(program)]
+    numbers = [n for n in arguments(program, layout) if n not in pointers]
+    given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
+    constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(layout))
+    body = _shared(program, layout) if layout.shared else _looped(program, layout)
+    time = "" if layout.flat else "[None, :]" if layout.axis else "[:, None]"
+    head = f"size = tl.full([], TIME, tl.int64)\ntime = tl.arange(0, TIME){time}"
+    parts = [_combine(program)]
+    if layout.shared:
+        parts += [_publish(program), _folded(program, layout)]
+    name = f"scan_{'rows' if layout.axis else 'columns'}"
+    parts.append(
+        f"@triton.jit\ndef {name}({given}, {constants}):\n{_indented(head)}\n{_indented(body)}\n"
+    )
+    return "\n\n".join(parts)
+
+
+def constants_of(layout: Layout) -> list[str]:
+    """Names of the entry's compile-time arguments."""
+    return ["LANES", "TIME", *(["GROUP", "WINDOW"] if layout.shared else [])]
+
+
+@functools.cache
+def kernel(program: Program, layout: Layout) -> Any:
+    """The entry, ready to be launched or given to a graph."""
+    source = text(program, layout)
+    name = f"<inductor_ext scan {kernel.cache_info().currsize}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    scope = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": "inductor_ext_scan"}
+    for helper in HELPERS:
+        scope[helper] = getattr(scan, helper)
+    exec(compile(source, name, "exec"), scope)
+    return scope[f"scan_{'rows' if layout.axis else 'columns'}"]

@@ -1,0 +1,52 @@
+"""What the operations launch, compiled for an H200."""
+
+import pytest
+import torch
+from inductor_ext.templates import scan_launch
+
+from inductor_ext.ops import _scan_programs as programs
+from inductor_ext.testing import launch_binaries
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ROWS, COLUMNS = ((4096, 65536), 1), ((65536, 128), 0)
+
+
+def kernel(program, shape, dim, given):
+    """The binary of a program whose inputs are of these dtypes and lie densely."""
+    inputs = [torch.empty(shape, dtype=dtype, device="meta") for dtype in given]
+    outputs = [torch.empty(shape, dtype=dtype, device="meta") for dtype in program.outputs]
+    (found,) = launch_binaries(
+        lambda: scan_launch.launch(program, inputs, outputs, dim), scan_launch
+    )
+    return found
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("shape", "dim"), [((1 << 24,), 0), ROWS, COLUMNS])
+def test_recurrences_spill_nothing_and_move_16_bytes_at_once(shape, dim, dtype):
+    for program in (
+        programs.recurrence(dtype, False, False),
+        programs.recurrence_backward(dtype, dtype, False, False),
+    ):
+        binary = kernel(program, shape, dim, [i.dtype for i in program.inputs])
+        assert binary.spills == 0
+        assert binary.widest_load == binary.widest_store == 16
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.scan(FP32, False, "sum", True, False, FP32),
+        programs.scan(FP32, False, "logsumexp", False, False, FP32),
+        programs.scan(FP32, False, "cummax", False, False, FP32, True),
+        programs.scan(torch.bool, True, "max", False, True, torch.bool),
+        programs.scan(torch.int64, True, "min", True, True, torch.int64),
+        programs.scan_backward(FP32, FP32, FP32, False, "prod", False, False),
+        programs.scan_backward(FP32, FP32, FP32, True, "max", False, True),
+        programs.scan_backward(BF16, BF16, BF16, True, "logsumexp", True, False),
+    ],
+    ids=lambda p: f"{len(p.inputs)} inputs, {', '.join(p.states)}",
+)
+def test_rows_spill_nothing(program):
+    binary = kernel(program, *ROWS, [i.dtype for i in program.inputs])
+    assert binary.spills == 0 and binary.widest_store >= 8

@@ -1,0 +1,155 @@
+"""Which scans are taken, which are left to stock, and why."""
+
+import pytest
+import torch
+from torch._higher_order_ops.associative_scan import associative_scan
+
+from inductor_ext import compat_user_kernels
+from inductor_ext.testing import compile_for, cpp_errors, no_cpp_check, package_for
+
+pytestmark = pytest.mark.codegen
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def affine(p, q):
+    return p[0] * q[0], q[0] * p[1] + q[1]
+
+
+def recurrence(a, x):
+    return associative_scan(affine, (a, x), dim=1, combine_mode="pointwise")[1]
+
+
+def sums(dim):
+    return lambda x: x.cumsum(dim)
+
+
+CUT, COLUMNS = "stock cuts the scan", "stock walks the columns one by one"
+PAIR = "stock never cuts a scan of several values"
+TAKEN = {
+    "one_long": (sums(0), (2**24,), CUT),
+    "few_rows": (sums(1), (256, 262144), CUT),
+    "few_columns": (sums(0), (2**20, 8), COLUMNS),
+    "columns": (sums(0), (65536, 128), COLUMNS),
+    "middle": (sums(1), (8, 4096, 256), COLUMNS),
+    "long_pair": (lambda x: x.cummax(0), (2**24,), PAIR),
+    "reverse_rows": (
+        lambda x: x.flip(1).cumsum(1).flip(1),
+        (8192, 4096),
+        "stock turns the tensor around by a kernel of its own",
+    ),
+}
+FAST = "at the speed of memory"
+LEFT = {
+    "many_short_rows": (sums(1), (2**20, 128), f"1048576 lanes of 128 {FAST}"),
+    "many_rows": (sums(1), (8192, 4096), f"8192 lanes of 4096 {FAST}"),
+    "short_rows": (sums(1), (64, 4096), f"64 lanes of 4096 {FAST}"),
+    "many_columns": (sums(0), (1024, 16384), f"16384 lanes of 1024 {FAST}"),
+    "rows_of_pairs": (lambda x: x.cummax(1), (1024, 1024), FAST),
+    "small": (sums(0), (4096,), "4096 elements are fewer than 100000"),
+    "empty": (sums(0), (0,), "nothing to scan"),
+    "one": (sums(0), (1,), "1 elements are fewer"),
+    "complex": (
+        lambda x: torch.view_as_complex(x).cumsum(0),
+        (2**20, 2),
+        "torch.complex64 have no translation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name, decision):
+    fn, shape, reason = TAKEN[name]
+    found = decision(compile_for("h200", fn, meta(*shape)))
+    assert (found.fired, found.chosen, found.source) == (True, "scan", "heuristic")
+    assert found.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left(name, decision):
+    fn, shape, reason = LEFT[name]
+    found = decision(compile_for("h200", fn, meta(*shape)))
+    assert (found.fired, found.chosen) == (False, "stock")
+    assert reason in found.reason
+
+
+def test_several_leaves_are_taken_where_stock_would_cut_one(decision):
+    long, wide = meta(4, 2**20), meta(512, 65536)
+    assert decision(compile_for("h200", recurrence, long, long)).reason.startswith(PAIR)
+    assert FAST in decision(compile_for("h200", recurrence, wide, wide)).reason
+
+
+def test_a_combine_function_without_translation_is_left(decision):
+    def fn(x):
+        combine = lambda p, q: torch.special.erfinv(p) + q  # noqa: E731
+        return associative_scan(combine, x, dim=0, combine_mode="pointwise")
+
+    found = decision(compile_for("h200", fn, meta(2**20)))
+    assert not found.fired and "erfinv.default has no translation" in found.reason
+
+
+def test_on_the_cpu_nothing_is_looked_at():
+    x = torch.randn(10, 7)
+    assert torch.equal(torch.compile(sums(1))(x), x.cumsum(1))
+
+
+def test_a_length_that_torch_can_not_square(launches, decision):
+    code = compile_for("h200", sums(0), meta(3_100_000_000, dtype=torch.int8))
+    if not compat_user_kernels.takes_wide():
+        assert "no sizes from 2^31 on" in decision(code).reason
+        return
+    assert launches(code) == "inference\n  pointwise\n  scan_rows reads=1 writes=1\n"
+    assert "empty_strided_cuda((3100000000, ), (1, ), torch.int64)" in code.source
+
+
+# --- sizes that vary ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: (x * 2).cumsum(1).relu(),
+        lambda x: x.flip(1).cumsum(1).flip(1),
+        lambda x: x.t().cumsum(0).t().unsqueeze(0) + 1,
+        lambda x: torch.nn.functional.pad(x.cumsum(1)[:, :-1], (1, 0)),
+        lambda x: (x * x[0]).cumsum(0),
+    ],
+)
+def test_one_program_for_all_sizes(fn, forced, launches, run):
+    code = forced(fn, torch.randn(6, 300), dynamic=True)
+    assert code.frames == 1 and launches(code).count("scan") == 1
+    for shape in ((6, 300), (9, 77), (2, 5000)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(run(code, x), fn(x), rtol=1e-4, atol=1e-3)
+
+
+def test_a_long_scan_of_any_length(decision, run, caplog):
+    code = compile_for("h200", sums(0), torch.randn(200_000), dynamic=True)
+    assert decision(code).fired and code.frames == 1
+    assert "every input is mutated" not in caplog.text  # torch reads off what a kernel writes
+    for length in (200_000, 77, 8193):
+        x = torch.randint(-9, 9, (length,)).float()
+        assert torch.equal(run(code, x), x.cumsum(0))
+
+
+# --- C++ wrappers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.skipif(no_cpp_check() != "", reason=no_cpp_check())
+def test_a_cpp_wrapper_holds_the_kernel(dynamic, decision):
+    options = {"cpp_wrapper": True}
+    code = compile_for("h200", sums(1), meta(64, 100_000), dynamic=dynamic, options=options)
+    assert decision(code).fired and "call_scan_rows" in code.source
+    assert cpp_errors(code.source) == ""
+
+
+def test_a_package_holds_the_kernel():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return (x * 2).cumsum(1)
+
+    package = package_for("h200", Model(), torch.randn(64, 10_000))
+    assert any(d.lowering == "scan" and d.fired for d in package.decisions)
