@@ -242,8 +242,8 @@ def linear_attention(
         initial_state: S_0 in fp32 (fp64 for fp64), [B, H, Dk, Dv], with ``normalize``
             [B, H, Dk, Dv + 1], whose last column is z_0. None for 0.
         return_state: return S_T as well, of the same form.
-        chunk: tokens computed at once: 16, 32, 64 or 128, or None to have it chosen. It changes
-            rounding only.
+        chunk: tokens computed at once: 16, 32 or 64, or None to have it chosen. It changes rounding
+            only, and nothing where decays are per channel.
 
     Returns o [B, H, T, Dv] in v's dtype, with v's order of dimensions in memory, or (o, S_T).
     Products are of the inputs' dtype (fp32: as ``torch.set_float32_matmul_precision`` says), sums
@@ -257,8 +257,8 @@ def linear_attention(
         raise ValueError(
             f'feature_map is expected as "elu+1", "relu", a function or None, got {feature_map!r}'
         )
-    if chunk not in (None, 16, 32, 64, 128):
-        raise ValueError(f"chunk is expected as None, 16, 32, 64 or 128, got {chunk}")
+    if chunk not in (None, 16, 32, 64):
+        raise ValueError(f"chunk is expected as None, 16, 32 or 64, got {chunk}")
     if feature_map is not None:
         q, k = _mapped(feature_map, q), _mapped(feature_map, k)
         _check_heads(q, k, v)

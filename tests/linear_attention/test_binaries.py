@@ -47,10 +47,10 @@ def test_kernels(decay, D, dtype):
     for kernel in main:
         assert kernel.uses_tensor_cores and kernel.widest_load == kernel.widest_store == 16
         assert decay == "channel" or "wgmma" in kernel.ptx
-    if D == 64 or (decay == "" and dtype == BF16):
-        assert all(kernel.spills == 0 for kernel in found)
-    # A few registers too many, once per chunk, where the gradient of decays or fp16's scaling is.
-    assert all(kernel.spills <= 96 for kernel in found)
+        assert kernel.shared_bytes <= 227 << 10
+    # A few registers too many at 128 channels, stored and loaded once per chunk.
+    limit = {"": 80, "head": 160, "token": 160, "channel": 8}[decay]
+    assert all(kernel.spills <= (limit if D == 128 else 0) for kernel in found)
 
 
 def test_fp32():

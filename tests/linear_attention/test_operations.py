@@ -126,5 +126,5 @@ def test_bad_input():
     bad(r"initial_state is expected as torch.float32", TypeError,
         initial_state=torch.ones(2, 3, 5, 6).bfloat16())  # fmt: skip
     bad(r"scale is expected as a finite number other than 0, got 0", scale=0)
-    bad(r"chunk is expected as None, 16, 32, 64 or 128, got 48", chunk=48)
+    bad(r"chunk is expected as None, 16, 32 or 64, got 48", chunk=48)
     bad(r"feature_map is expected as", feature_map="softmax")
