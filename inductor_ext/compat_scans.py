@@ -13,6 +13,15 @@ def associative_scan() -> Any:
     return torch.ops.higher_order.associative_scan
 
 
+def takes_sizes() -> bool:
+    """Whether Inductor lowers an associative_scan that is given sizes besides its leaves, as all
+    are whose leaves vary in size."""
+    from . import compat
+
+    major, minor = (int(part) for part in compat.minor_version("torch").split("."))
+    return (major, minor) >= (2, 13)
+
+
 def trace_long_scans() -> None:
     """Let cumsum and cumprod of a few 10^9 elements be traced.
 

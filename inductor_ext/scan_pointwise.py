@@ -15,7 +15,10 @@ import torch
 
 from . import compat_fx
 from .editing import value
-from .scan_operations import Unknown, computed_type, literal, rule_of, stored_type
+from .scan_operations import Unknown as Unknown
+from .scan_operations import computed_type as computed_type
+from .scan_operations import literal, rule_of
+from .scan_operations import stored_type as stored_type
 
 
 class Translator:

@@ -74,6 +74,8 @@ def _why(fused: Fused) -> str:
     length = compat.hint(compat.expr(site.shape[site.dim]))
     if scan_sites.is_own(site.node) and site.what != "associative_scan":
         return "an operation of this package"
+    if scan_sites.is_beyond_stock(site.node):
+        return "stock can't lower its combine function here"
     if total < LEAST_ELEMENTS:
         raise _Left(f"{total} elements are fewer than {LEAST_ELEMENTS}")
     if fused.flips:
@@ -81,6 +83,8 @@ def _why(fused: Fused) -> str:
     rows = _along_rows(fused)
     if not _stock_cuts(length, total // length, rows):
         raise _Left(f"stock scans {total // length} lanes of {length} at the speed of memory")
+    if scan_sites.is_recurrence(site):
+        return "one scan instead of two, which neither under- nor overflows"
     if len(site.program.states) > 1 and site.what != "logcumsumexp":
         return "stock never cuts a scan of several values"
     return "stock cuts the scan" if rows else "stock walks the columns one by one"
@@ -218,8 +222,9 @@ class _Emitter:
             out.node.replace_all_uses_with(self.viewed(y, out.steps))
         compat_user_kernels.sort_graph(self.graph)
         editing.erase_unused(self.graph, [s.node for s in stored])
+        ours = {*fused.nodes, site.node}  # all of them have a value and no effect
         for node in reversed(list(self.graph.nodes)):
-            if node in fused.nodes and not node.users and editing.is_pure(node):
+            if node in ours and not node.users:
                 self.graph.erase_node(node)
 
     def kernel(self, laid: Any, constants: Any, arguments: Any, written: list[str]) -> Any:
@@ -243,7 +248,9 @@ def rewrite(graph: Any) -> None:
         if same is not node:  # stock computes what is equal once, behind this
             node.replace_all_uses_with(same)
             editing.erase_unused(graph, [node])
-    for node in scans:
+    # Recurrences come before the scans that they are made of.
+    ends = [n for n in graph.nodes if scan_sites.recurrence_of(n)] if numbers is not None else []
+    for node in [*ends, *scans]:
         if compat_fx.is_erased(node) or not node.users:
             continue
         here = str(node.target)

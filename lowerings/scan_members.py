@@ -31,6 +31,7 @@ class Site:
     output of the program, all of them that value. Its texts take inputs as stored or wider, and its
     outputs may be wider than they are stored. ``expanded``: the steps from an input's own shape,
     which the scanned dimension is not in, by its number. ``identity`` assigns the states of one.
+    ``parts`` are nodes in front of ``node`` that go with it.
     """
 
     node: Any
@@ -41,6 +42,7 @@ class Site:
     dim: int
     expanded: Mapping[int, tuple[Step, ...]] = dataclasses.field(default_factory=dict)
     identity: str | None = None
+    parts: tuple[Any, ...] = ()
 
     @property
     def shape(self) -> Any:

@@ -84,7 +84,7 @@ class _Builder:
 
     def only_for_us(self) -> set[Any]:
         """What nothing needs but the scan and the members."""
-        mine = {self.site.node, *self.members}
+        mine = {self.site.node, *self.site.parts, *self.members}
         for node in reversed(self.site.node.graph.nodes):
             ours = node not in mine and node.users and all(u in mine for u in node.users)
             if ours and (is_flip_or_view(node) or is_fusible(node, self.site.node)):

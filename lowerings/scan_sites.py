@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from inductor_ext.templates import scan_forms
 from inductor_ext.templates.scan_program import Input, Program
 
 from inductor_ext import compat, compat_scans, scan_operations, scan_pointwise
-from inductor_ext.editing import value
+from inductor_ext.editing import same_shape, value
 
 aten = torch.ops.aten
 
@@ -115,10 +115,8 @@ def _states(leaves: list[Any]) -> tuple[str, ...]:
     return tuple(_STATES[kind] for kind in kinds)
 
 
-def of_combine(
-    node: Any, combine: str, leaves: list[Any], dim: int, reverse: bool, what: str
-) -> Site:
-    """A scan of ``leaves`` by a text that combines their states; its results are in a tuple."""
+def _of_combine(node: Any, combine: str, leaves: list[Any]) -> Site:
+    """A scan of ``leaves`` along their first dimension by a text that combines their states."""
     states = _states(leaves)
     dtypes = tuple(value(leaf).dtype for leaf in leaves)
     kinds = [_type(dtype) for dtype in dtypes]
@@ -129,9 +127,9 @@ def of_combine(
         produce="\n".join(f"s{i} = x{i}.to({kind})" for i, kind in enumerate(kinds)),
         combine=combine,
         consume="\n".join(f"y{i} = s{i}" for i in range(len(kinds))),
-        reverse=reverse,
     )
-    return Site(node, what, program, tuple(leaves), _results(node, len(leaves)), dim)
+    nodes = _results(node, len(leaves))
+    return Site(node, "associative_scan", program, tuple(leaves), nodes, 0)
 
 
 def _higher_order(node: Any) -> Site:
@@ -142,7 +140,62 @@ def _higher_order(node: Any) -> Site:
         combine = scan_pointwise.combine(graph)
     except scan_operations.Unknown as error:
         raise NoSite(str(error)) from None
-    return of_combine(node, combine, list(leaves), 0, False, "associative_scan")
+    return _of_combine(node, combine, list(leaves))
+
+
+# --- a recurrence written with cumulative products ------------------------------------------------
+
+
+def recurrence_of(node: Any) -> Site | None:
+    """h_t = a_t h_(t-1) + b_t, written as P cumsum(b / P) with P = cumprod(a), at its last node;
+    None for another. The recurrence has a value where P has left the range of its dtype.
+    """
+    if node.target is not aten.mul.Tensor:
+        return None
+    for product, total in (node.args[:2], node.args[1::-1]):
+        if getattr(product, "target", None) is not aten.cumprod.default:
+            continue
+        if getattr(total, "target", None) is not aten.cumsum.default:
+            continue
+        ratio = total.args[0]
+        if ratio.target is not aten.div.Tensor or ratio.args[1] is not product or ratio.kwargs:
+            continue
+        a, b = product.args[0], ratio.args[0]
+        chain = [a, b, product, ratio, total, node]
+        if not all(isinstance(n, torch.fx.Node) for n in chain):
+            continue
+        rank, dtype = value(node).dim(), value(node).dtype
+        if (
+            dtype.is_floating_point
+            and all(value(n).dtype == dtype for n in chain)
+            and all(same_shape(value(n).shape, value(node).shape) for n in chain)
+            and product.args[1] % rank == total.args[1] % rank
+            and set(product.users) == {ratio, node}
+            and set(ratio.users) == {total}
+            and set(total.users) == {node}
+        ):
+            parts = product, ratio, total
+            return dataclasses.replace(_affine(node, a, b, total.args[1] % rank), parts=parts)
+    return None
+
+
+def is_recurrence(site: Site) -> bool:
+    """Whether a site is one of ``recurrence_of``."""
+    return site.node.target is aten.mul.Tensor
+
+
+def _affine(node: Any, a: Any, b: Any, dim: int) -> Site:
+    dtype = value(node).dtype
+    kind, form = _type(dtype), scan_forms.form("affine", dtype)
+    program = Program(
+        inputs=(Input(dtype), Input(dtype)),
+        outputs=(dtype,),
+        states=form.states,
+        produce=f"s0 = x0.to({kind})\ns1 = x1.to({kind})",
+        combine=form.combine,
+        consume="y0 = s1",
+    )
+    return Site(node, "cumprod(a) cumsum(b / cumprod(a))", program, (a, b), ((node,),), dim)
 
 
 # --- operations of the package, which are registered when they are first used --------------------
@@ -217,26 +270,31 @@ def _recurrence_backward(node: Any) -> Site:
 
 
 def _associative(node: Any) -> Site:
-    from inductor_ext.ops import _combine_text
+    from inductor_ext.ops import _combine_programs as programs
 
     leaves, text, dim, reverse = _arguments(node)
-    function = copy.deepcopy(_combine_text.read(text, len(leaves)))
-    dtypes = [_combine_text.wide(value(leaf).dtype) for leaf in leaves]
-    inputs = [torch.empty([], dtype=dtype, device="meta") for dtype in (*dtypes, *dtypes)]
-    _Values(function).run(*inputs)
     try:
-        combine = scan_pointwise.combine(function.graph)
-    except scan_operations.Unknown as error:
+        program = programs.forward(text, tuple(value(leaf).dtype for leaf in leaves), reverse)
+    except programs.NoProgram as error:
         raise NoSite(str(error)) from None
-    return of_combine(node, combine, list(leaves), int(dim), reverse, "associative_scan")
+    nodes = _results(node, len(leaves))
+    return Site(node, "associative_scan", program, tuple(leaves), nodes, int(dim))
 
 
-class _Values(torch.fx.Interpreter):
-    """Notes every node's value."""
+def _associative_backward(node: Any) -> Site:
+    from inductor_ext.ops import _combine_programs as programs
 
-    def run_node(self, n: Any) -> Any:
-        n.meta["val"] = super().run_node(n)
-        return n.meta["val"]
+    grads, xs, ys, text, dim, reverse, present = _arguments(node)
+    dtypes, incoming = (tuple(value(n).dtype for n in nodes) for nodes in (xs, grads))
+    try:
+        made = programs.backward(text, dtypes, incoming, tuple(present), reverse)
+    except programs.NoProgram as error:
+        raise NoSite(str(error)) from None
+    given = {"g": dict(zip(present, grads, strict=True)), "x": xs, "y": ys}
+    read = tuple(given[kind][i] for kind, i in made.inputs)
+    nodes = _results(node, len(made.results))
+    what = "associative_scan, gradient"
+    return Site(node, what, made.program, read, nodes, int(dim))
 
 
 _MAKERS: dict[Any, Callable[[Any], Site]] = {op: _aten for op in NAMES}
@@ -248,6 +306,7 @@ _OWN: dict[str, Callable[[Any], Site]] = {
     "inductor_ext::linear_recurrence": _recurrence,
     "inductor_ext::linear_recurrence_backward": _recurrence_backward,
     "inductor_ext::associative_scan": _associative,
+    "inductor_ext::associative_scan_backward": _associative_backward,
 }
 
 
@@ -271,8 +330,17 @@ def is_own(node: Any) -> bool:
     )
 
 
+def is_beyond_stock(node: Any) -> bool:
+    """Whether stock raises at a node: its combine function is given sizes."""
+    higher_order = node.target is compat_scans.associative_scan()
+    return higher_order and bool(node.args[2:] and node.args[2]) and not compat_scans.takes_sizes()
+
+
 def site_of(node: Any) -> Site:
-    """A node that scans, as a site. Raises NoSite."""
+    """A node that scans, or ends a recurrence, as a site. Raises NoSite."""
     maker = _maker(node)
-    assert maker is not None
-    return maker(node)
+    if maker is not None:
+        return maker(node)
+    found = recurrence_of(node)
+    assert found is not None
+    return found

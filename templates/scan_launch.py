@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from . import scan, scan_text
 from .scan_program import Program
 
 Size = Any  # int or SymInt
-PROGRAMS = 264  # of two per multiprocessor: with fewer, long scans are cut
+ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
 SHORT = 4096  # positions up to which cutting a scan costs more than it brings
-GROUP = 128  # words of one lane that are read at once
+LONG = 1 << 26  # positions from which there are tiles enough for large ones
+GROUP = 85  # tiles that are one group; three levels of them are one window of 256 words
 
 
 @dataclass(frozen=True)
@@ -101,21 +102,45 @@ def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tiling(program: Program, axis: int, lanes: int, inner: int, length: int) -> Tiling:
-    """The tile for sizes like these. ``inner``: the innermost lane dimension's size."""
-    words = scan_text.words_of(program)
-    entries = 4096 if words <= 2 else 2048
+def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
+    """The tile for sizes like these, as measured on an H200 (benchmarks/NOTES.md)."""
+    held = len(program.inputs) + len(program.states)  # values per position, more or less
+    shifted = any(given.shift for given in program.inputs)
     if axis:
-        time = min(_power(length), entries)
-        few = max(1, min(_power(lanes), entries // time, 64))
-        if -(-lanes // few) >= PROGRAMS or length <= SHORT:
-            return Tiling(few, time, max(1, min(8, few * time // 512)))
-        return Tiling(1, entries, 8, GROUP)
-    wide = min(_power(lanes), 32)
+        if length > SHORT and lanes < ROWS:
+            return _shared_row(program, held, length)
+        if length <= SHORT and not shifted:
+            time = _power(length)
+            few = max(1, min(_power(lanes), 1024 // time))
+            return Tiling(few, time, max(1, min(8, few * time // (512 if held <= 3 else 1024))))
+        # an input that is read at another position as well has narrow loads
+        time, warps = (512, 2) if shifted else {2: (8192, 8), 3: (2048, 8)}.get(held, (4096, 4))
+        if program.reverse and not shifted:
+            time, warps = min(time, 4096), 4
+        time = min(time, _power(length))
+        few = max(1, min(_power(lanes), 512 // time))
+        warps = max(1, min(warps, few * time // 256))
+        return Tiling(few, time, warps, 0, not (program.reverse and shifted), length > time)
+    if length > SHORT // 4 and -(-lanes // 16) < ROWS:
+        wide = min(_power(lanes), 32)
+        many = held > 4 or scan_text.words_of(program) > 2
+        entries = 16384 if held <= 2 else 1024 if held > 6 else 2048 if many else 4096
+        time = min(4096, entries // wide)
+        return Tiling(wide, time, 4, 21, not program.reverse)
+    wide = min(_power(lanes), 64 if lanes >= 64 * 2 * ROWS else 16)
+    entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
     time = min(_power(length), entries // wide)
-    if -(-lanes // wide) >= PROGRAMS or length <= time:
-        return Tiling(wide, time, max(1, min(8, wide * time // 512)))
-    return Tiling(wide, time, 8, max(16, GROUP // wide))
+    warps = max(1, min(4, wide * time // 256))
+    return Tiling(wide, time, warps, 0, not program.reverse, length > time)
+
+
+def _shared_row(program: Program, held: int, length: int) -> Tiling:
+    if held > 2 or scan_text.words_of(program) > 1:
+        entries = 4096 if held == 4 else 1024 if held > 6 else 2048
+        return Tiling(1, entries, 4, GROUP)
+    if program.reverse:
+        return Tiling(1, 8192, 4, GROUP)
+    return Tiling(1, 16384 if length >= LONG else 4096, 4, GROUP)
 
 
 def plan(
@@ -143,8 +168,9 @@ def plan(
     for size, _ in lane_dims:
         lanes = lanes * size
     if choice is None:
-        near = hint(lane_dims[-1][0]) if lane_dims else 1
-        choice = tiling(program, axis, hint(lanes), near, hint(length))
+        choice = tiling(program, axis, hint(lanes), hint(length))
+    if axis and choice.group:  # a piece of one lane
+        choice = replace(choice, lanes=1)
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )

@@ -133,6 +133,38 @@ def test_a_recurrence_of_two_leaves(reverse, forced, launches, run, decision):
     torch.testing.assert_close(run(code, a, x).double(), want, rtol=1e-5, atol=1e-6)
 
 
+def test_a_recurrence_by_cumulative_products(forced, launches, run, decision):
+    """One scan, also where the products have left the range of fp32."""
+
+    def fn(a, x):
+        a = a.sigmoid()
+        products = a.cumprod(1)
+        return products * (x / products).cumsum(1)
+
+    a, x = arguments("a x")
+    code = forced(fn, a, x)
+    assert launches(code) == "inference\n  scan_rows reads=2 writes=1\n"
+    assert decision(code).sites.startswith("cumprod(a) cumsum(b / cumprod(a))")
+    assert not fn(a, x).isfinite().all()
+    wide = by_loop(a.double(), x.double() / 2)
+    torch.testing.assert_close(run(code, a, x).double(), wide, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda a, x: (a.cumprod(1), a.cumprod(1) * (x / a.cumprod(1)).cumsum(1)),
+        lambda a, x: a.cumprod(1) * (x / a.cumprod(1)).cumsum(0),
+        lambda a, x: a.cumprod(1) * (a.cumprod(1) / x).cumsum(1),
+    ],
+)
+def test_what_is_no_recurrence(fn, forced, run):
+    a, x = (t[:, :20].abs() + 0.5 for t in arguments("a x"))
+    code = forced(fn, a, x)
+    assert not any("cumsum(b" in d.sites for d in code.decisions)
+    torch.testing.assert_close(run(code, a, x), fn(a, x), rtol=1e-4, atol=1e-4)
+
+
 def test_a_combine_of_three_leaves_with_a_condition(forced, launches, run):
     """Mean, count and largest value at once."""
 

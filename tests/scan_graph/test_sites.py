@@ -134,6 +134,18 @@ def test_a_long_scan_of_any_length(decision, run, caplog):
         assert torch.equal(run(code, x), x.cumsum(0))
 
 
+def test_a_small_combine_of_leaves_whose_sizes_vary(run):
+    """Torch 2.11 can't lower it: it is given the sizes."""
+    a, x = torch.rand(4, 9), torch.randn(4, 9)
+    code = compile_for("h200", recurrence, a, x, dynamic=True)
+    a, x = torch.rand(3, 70), torch.randn(3, 70)
+    h, want = torch.zeros(3), []
+    for t in range(70):
+        h = a[:, t] * h + x[:, t]
+        want.append(h)
+    torch.testing.assert_close(run(code, a, x), torch.stack(want, 1), rtol=1e-4, atol=1e-5)
+
+
 # --- C++ wrappers ---------------------------------------------------------------------------------
 
 
