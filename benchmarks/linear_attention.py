@@ -150,7 +150,7 @@ def truth(case: Case, inputs: list[Any], given: Any) -> list[Any]:
         part = [x[h].view(1) if x.dim() == 1 else x[b, h][None, None] for x in inputs]
         part = [x.detach().double().requires_grad_() for x in part]
         g = part[3] if len(part) > 3 else None
-        out, _ = composed.attention(*part[:3], g, None, case.shape[-1] ** -0.5)
+        out, _ = composed.attention(part[0], part[1], part[2], g, None, case.shape[-1] ** -0.5)
         if case.kind == "fwd":
             found.append([out.detach()])
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -92,3 +92,24 @@ def enters_autocast(target: Any) -> bool:
 
 def exits_autocast(target: Any) -> bool:
     return target is torch.amp.autocast_mode._exit_autocast
+
+
+def accept_lifted_sizes(wanted: Callable[[], bool]) -> None:
+    """Let Dynamo go on at an ``associative_scan`` with gradients whose combine function was given
+    symbolic sizes, which torch before 2.15 takes for tensors; while ``wanted()``."""
+    from torch._C import DispatchKey
+
+    kernels = torch.ops.higher_order.associative_scan.py_kernels
+    stock = kernels[DispatchKey.Autograd]
+    if hasattr(stock, "inductor_ext"):
+        return
+
+    @functools.wraps(stock)
+    def kernel(combine: Any, xs: Any, lifted: Any) -> Any:
+        if not lifted or any(isinstance(x, torch.Tensor) for x in lifted) or not wanted():
+            return stock(combine, xs, lifted)
+        return stock(lambda *leaves: combine(*leaves, *lifted), xs, ())
+
+    kernel.inductor_ext = True  # type: ignore[attr-defined]
+    kernels[DispatchKey.Autograd] = kernel
+    torch.ops.higher_order.associative_scan._dispatch_cache.clear()

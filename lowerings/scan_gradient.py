@@ -1,4 +1,4 @@
-"""``scan_gradient``: gradients of ``torch.associative_scan`` and ``cumprod``, in front of AOTAutograd.
+"""``scan_gradient``: gradients of ``associative_scan`` and ``cumprod``, in front of AOTAutograd.
 
 torch's own gradient of several leaves takes every leaf for one that only goes into its own result:
 grad(a) of h = a h' + b is 0 for a loss on h. Before 2.15 it also costs T^2 for one leaf. Where a
@@ -241,3 +241,4 @@ def lower_scan(xs: Any, combine: str, dim: int, reverse: bool) -> Any:
 
 
 registry.register(registry.Lowering(NAME, lower={SCAN: lower_scan}, passes={"pre_grad": rewrite}))
+compat_pre_grad.accept_lifted_sizes(lambda: registry.is_enabled(NAME))

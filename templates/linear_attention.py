@@ -69,7 +69,8 @@ def chunk_kernel(
     base 2.
 
     STORE_FRONTS: FRONTS [BH, chunks, dk, dv] gets the state in front of every chunk. EMIT: E
-    [tiles, BH, T] gets <w_i, o_i> over the tile's columns, the term i = j of o left out, of W [B, H, T, dv].
+    [tiles, BH, T] gets <w_i, o_i> over the tile's columns, the term i = j of o left out, of W
+    [B, H, T, dv].
     ANCHOR: ANCHORS [tiles, BH, chunks] gets <FRONTS, D>, D with the chunk in it.
     """
     WIDE: tl.constexpr = K.dtype.element_ty == tl.float32

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from torch.library import wrap_triton
 
 from .linear_attention_channel import keyed_kernel, valued_kernel
 from .linear_attention_launch import empty_state, exact, like, rows, strides, transposed
 
-Tensor = torch.Tensor
 CHUNK = 16
 EVERY = 4  # chunks between two states that are kept for the gradient of the decays
 
 
 def _launch(
     kernel: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, out: Tensor, scale: float,
-    start: Tensor | None, end: Tensor | None, extra: tuple[Any, ...], more: tuple[Any, ...],
-    *, reverse: bool, precision: str, block: int, **constants: Any,
+    start: Tensor | None, end: Tensor | None, *, extra: tuple[Any, ...] = (),
+    more: tuple[Any, ...] = (), reverse: bool, precision: str, block: int, **constants: Any,
 ) -> None:  # fmt: skip
     """``kernel`` of q, k [B, H, T, dk], v, out [B, H, T, dv]; states [B, H, dk, dv], any strides.
 
@@ -52,7 +52,7 @@ def _keyed(*given: Any, **options: Any) -> None:
     q = given[0]
     part = min(32, max(16, triton.next_power_of_2(q.shape[-1])))
     block = 64 if _small(q) else 32
-    _launch(keyed_kernel, *given, (), (), block=block, PART=part, num_warps=4, **options)
+    _launch(keyed_kernel, *given, block=block, PART=part, num_warps=4, **options)
 
 
 def _valued(
@@ -61,7 +61,7 @@ def _valued(
 ) -> None:  # fmt: skip
     block = 32 if _small(given[0]) else 16
     _launch(
-        valued_kernel, *given, (fronts, w, e, grad), strides(w, 3), block=block,
+        valued_kernel, *given, extra=(fronts, w, e, grad), more=strides(w, 3), block=block,
         DIFFERENTIATE=w is not None, EVERY=EVERY, num_warps=4, **options,
     )  # fmt: skip
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from torch.library import wrap_triton
 
 from .linear_attention import between_segments_kernel, chunk_kernel, decay_gradient_kernel
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +38,25 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tiling(dtype: torch.dtype, dk: int, dv: int, decayed: bool, chunk: int = 0) -> Tiling:
-    """What is launched for a state of dk x dv."""
+@functools.cache
+def _roomy(device: torch.device) -> bool:
+    """Whether a program can have the shared memory that an H200 gives it, 227 KiB."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 227 << 10
+
+
+def tiling(
+    dtype: torch.dtype, dk: int, device: torch.device, chunk: int = 0, kept_in_fp32: bool = False
+) -> Tiling:
+    """What is launched for dk channels, measured on an H200 at 128; ``kept_in_fp32``: where states
+    in front of chunks pass through shared memory."""
     depth = triton.next_power_of_2(dk)
     if dtype == torch.float32:
         return Tiling(chunk or 16, 16 if depth > 128 else 32, 4, 1)
-    block = 32 if decayed or depth > 128 else 64
-    return Tiling(chunk or 64, block, 4, 2 if depth <= 128 else 1)
+    if depth > 128 or not _roomy(device):
+        return Tiling(chunk or 64, 32, 4, 1)
+    return Tiling(chunk or 64, 32, 4, 2) if kept_in_fp32 else Tiling(chunk or 64, 64, 4, 3)
 
 
 def _fitted(chosen: Tiling, dv: int) -> Tiling:
@@ -53,11 +64,15 @@ def _fitted(chosen: Tiling, dv: int) -> Tiling:
     return dataclasses.replace(chosen, block_v=block)
 
 
-def _segments(programs: int, chunks: int, device: torch.device, wanted: int) -> tuple[int, int]:
-    """(segments, chunks of each)."""
+def _segments(
+    programs: int, chunks: int, device: torch.device, wanted: int, twice: bool
+) -> tuple[int, int]:
+    """(segments, chunks of each): two programs for each multiprocessor, or, not ``twice``, one
+    where that alone nearly fills the card, since segments read k and v once more."""
     if not wanted:
         card = _processors(device)
-        wanted = 1 if programs >= card * 3 // 4 else 2 * card // max(programs, 1)
+        full = not twice and programs >= card * 3 // 4
+        wanted = 1 if full else max(2 * card // max(programs, 1), 1)
     each = triton.cdiv(chunks, max(min(wanted, chunks), 1))
     return max(triton.cdiv(chunks, max(each, 1)), 1), each
 
@@ -101,7 +116,7 @@ def _decay_strides(decay: Tensor | None) -> tuple[str, tuple[int, int, int]]:
         return "", (0, 0, 0)
     if decay.dim() == 1:
         return "head", (0, decay.stride(0), 0)
-    return "token", decay.stride()  # type: ignore[return-value]
+    return "token", decay.stride()
 
 
 def attend(
@@ -109,6 +124,7 @@ def attend(
     start: Tensor | None, end: Tensor | None, chosen: Tiling, *, reverse: bool = False,
     precision: str = "ieee", states: Tensor | None = None,
     emitted: tuple[Tensor, Tensor] | None = None, anchors: Tensor | None = None,
+    twice: bool = False,
 ) -> None:  # fmt: skip
     """The kernel's ``out`` [B, H, T, dv] of q, k [B, H, T, dk], v [B, H, T, dv].
 
@@ -126,7 +142,7 @@ def attend(
     many = batch * heads
     if not many:
         return
-    segments, each = _segments(many * tiles, chunks, q.device, chosen.segments)
+    segments, each = _segments(many * tiles, chunks, q.device, chosen.segments, twice)
     kind, decay_strides = _decay_strides(decay)
     factors = (1.0 / scale, scale) if reverse else (1.0, 1.0)
     constants = {
@@ -179,9 +195,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, final state [B, H, dk, dv] in fp32); chunk: tokens of one, 0 to have it chosen."""
     dk, dv = q.shape[-1], v.shape[-1]
-    chosen = chosen or tiling(q.dtype, dk, dv, decay is not None, chunk)
+    chosen = chosen or tiling(q.dtype, dk, q.device, chunk)
     out, end = like(v), empty_state(q, dk, dv)
-    attend(q, k, v, decay, out, scale, start, end, chosen, precision=precision)
+    attend(q, k, v, decay, out, scale, start, end, chosen, precision=precision, twice=True)
     return out, end
 
 
@@ -193,8 +209,9 @@ def backward(
     """(dq, dk, dv, ddecay in fp32, dstart in fp32); dend: the gradient of the final state."""
     batch, heads, tokens, dk = q.shape
     dv = v.shape[-1]
-    chosen = chosen or tiling(q.dtype, dv, dk, decay is not None, chunk)
     need_decay = need_decay and decay is not None
+    wide = need_decay and q.dtype != torch.bfloat16
+    chosen = chosen or tiling(q.dtype, max(dk, dv), q.device, chunk, wide)
     dq, dkeys, dvalues = like(q), like(k), like(v)
     dstart = empty_state(q, dk, dv) if need_start else None
     states = anchors = forth = back = None

@@ -124,17 +124,20 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
     if length > SHORT // 4 and -(-lanes // 16) < ROWS:
         wide = min(_power(lanes), 32)
         many = held > 4 or scan_text.words_of(program) > 2
-        time = min(4096, (16384 if held <= 2 else 2048 if many else 4096) // wide)
+        entries = 16384 if held <= 2 else 1024 if held > 6 else 2048 if many else 4096
+        time = min(4096, entries // wide)
         return Tiling(wide, time, 4, 21, not program.reverse)
     wide = min(_power(lanes), 64 if lanes >= 64 * 2 * ROWS else 16)
-    time = min(_power(length), (4096 if held <= 4 else 2048) // wide)
+    entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
+    time = min(_power(length), entries // wide)
     warps = max(1, min(4, wide * time // 256))
     return Tiling(wide, time, warps, 0, not program.reverse, length > time)
 
 
 def _shared_row(program: Program, held: int, length: int) -> Tiling:
     if held > 2 or scan_text.words_of(program) > 1:
-        return Tiling(1, 4096 if len(program.inputs) > 1 else 2048, 4, GROUP)
+        entries = 4096 if held == 4 else 1024 if held > 6 else 2048
+        return Tiling(1, entries, 4, GROUP)
     if program.reverse:
         return Tiling(1, 8192, 4, GROUP)
     return Tiling(1, 16384 if length >= LONG else 4096, 4, GROUP)

@@ -78,15 +78,15 @@ def _backward(
         made = programs.backward(
             combine, dtypes, tuple(g.dtype for g in grads), tuple(present), reverse
         )
-        given = {"g": dict(zip(present, grads, strict=True)), "x": xs, "y": ys}
+        given: dict[str, Any] = {"g": dict(zip(present, grads, strict=True)), "x": xs, "y": ys}
         launch(made.program, [given[kind][i] for kind, i in made.inputs], found, dim)
         return found
     rows: list[Tensor | None] = [None] * len(xs)
     for i, grad in zip(present, grads, strict=True):
         rows[i] = grad
-    composed = _Gradient(xs, ys, combine, dim, reverse).of_inputs(rows)
+    composed: Any = _Gradient(xs, ys, combine, dim, reverse).of_inputs(rows)
     for own, i in zip(found, leaves, strict=True):
-        own.copy_(composed[i])  # type: ignore[arg-type]
+        own.copy_(composed[i])
     return found
 
 
@@ -344,15 +344,12 @@ def _affine(size: int) -> str:
             terms = [line(f"add.Tensor({terms[0]}, {terms[1]})"), *terms[2:]]
         return terms[0]
 
-    def product(row: int, column: Callable[[int], int]) -> list[str]:
-        return [line(f"mul.Tensor(b{row * size + m}, a{column(m)})") for m in range(size)]
+    def product(row: int, column: range) -> list[str]:
+        matrix = range(row * size, (row + 1) * size)
+        return [line(f"mul.Tensor(b{m}, a{v})") for m, v in zip(matrix, column, strict=True)]
 
-    results = [
-        total(product(row, lambda m, at=at: m * size + at))
-        for row in range(size)
-        for at in range(size)
-    ]
-    vector = size * size
-    for row in range(size):
-        results.append(total([*product(row, lambda m: vector + m), f"b{vector + row}"]))
+    square = size * size
+    results = [total(product(i // size, range(i % size, square, size))) for i in range(square)]
+    vector = range(square, square + size)
+    results += [total([*product(row, vector), f"b{vector[row]}"]) for row in range(size)]
     return "; ".join([*lines, ", ".join(results)])

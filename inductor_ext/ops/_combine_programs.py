@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from inductor_ext import compat_fx, scan_pointwise
+from inductor_ext import compat_fx, scan_operations, scan_pointwise
 from inductor_ext.ops import _combine_text as texts
 from inductor_ext.templates.scan_forms import state_type
 from inductor_ext.templates.scan_program import Input, Program
@@ -21,6 +21,7 @@ from inductor_ext.templates.scan_program import Input, Program
 MOST_STATES = 12  # with more, a thread's registers do not hold its positions
 
 Dtypes = tuple[torch.dtype, ...]
+_Place = tuple[int, int, texts.Entry]  # row and column of a matrix, and what is there
 
 
 class NoProgram(Exception):
@@ -54,8 +55,8 @@ def _graph(text: str, dtypes: Dtypes) -> torch.fx.Graph:
 
 def _wide(name: str, dtype: torch.dtype) -> str:
     """A value as it is stored, as it is computed with."""
-    kind = scan_pointwise.computed_type(texts.wide(dtype))
-    return name if kind == scan_pointwise.stored_type(dtype) else f"{name}.to({kind})"
+    kind = scan_operations.computed_type(texts.wide(dtype))
+    return name if kind == scan_operations.stored_type(dtype) else f"{name}.to({kind})"
 
 
 @functools.lru_cache(maxsize=128)
@@ -67,8 +68,8 @@ def forward(combine: str, dtypes: Dtypes, reverse: bool) -> Program:
         raise NoProgram(f"it has {k} leaves, more than {MOST_STATES}")
     try:
         text = scan_pointwise.combine(_graph(combine, wides))
-        stored = [scan_pointwise.stored_type(dtype) for dtype in dtypes]
-    except scan_pointwise.Unknown as reason:
+        stored = [scan_operations.stored_type(dtype) for dtype in dtypes]
+    except scan_operations.Unknown as reason:
         raise NoProgram(str(reason)) from reason
     return Program(
         inputs=tuple(map(Input, dtypes)),
@@ -113,7 +114,7 @@ def backward(
     dtypes ``grads``; ``reverse`` is the forward's. Raises NoProgram."""
     try:
         return _Backward(combine, dtypes, grads, present, reverse).made()
-    except scan_pointwise.Unknown as reason:
+    except scan_operations.Unknown as reason:
         raise NoProgram(str(reason)) from reason
 
 
@@ -151,36 +152,36 @@ class _Backward:
 
     def _entries(self, entries: Sequence[texts.Entry], behind: int) -> tuple[str, list[str]]:
         """(statements, an expression for each entry)."""
-        prefix = "qp"[behind]
-        computed = [e for e in entries if isinstance(e, int)]
-        lines: list[str] = []
-        of = None
-        if computed:
-            assert self.graph is not None
-            results = self.graph.output_node().args[0]
-            needed = {results[e] for e in computed}
-            for node in reversed(self.graph.nodes):
-                if node in needed:
-                    needed.update(node.all_input_nodes)
-            names = {}
-            k = len(self.dtypes)
-            for at, node in enumerate(self.graph.find_nodes(op="placeholder")):
-                if node in needed:
-                    argument = f"a{at}" if at < k else f"b{at - k}"
-                    names[node] = f"{prefix}{argument}"
-                    lines.append(f"{names[node]} = {self._argument(argument, behind)}")
-            inner = [n for n in self.graph.nodes if n in needed and n.op == "call_function"]
-            text, of = scan_pointwise.translate(inner, names, f"{prefix}v")
-            lines.append(text)
+        places = [e for e in entries if isinstance(e, int)]
+        lines, values = self._computed(places, behind) if places else ([], {})
         found = []
         for entry in entries:
             if isinstance(entry, int):
-                found.append(of(self.graph.output_node().args[0][entry]))
+                found.append(values[entry])
             elif isinstance(entry, str):
                 found.append(self._argument(entry, behind))
             else:
-                found.append(scan_pointwise.literal(entry, self.wides[self.active[0]]))
+                found.append(scan_operations.literal(entry, self.wides[self.active[0]]))
         return "\n".join(lines), found
+
+    def _computed(self, places: Sequence[int], behind: int) -> tuple[list[str], dict[int, str]]:
+        """(statements, the name of each of these results of the derivatives' text)."""
+        assert self.graph is not None
+        prefix, k = "qp"[behind], len(self.dtypes)
+        results = self.graph.output_node().args[0]
+        needed = {results[place] for place in places}
+        for node in reversed(self.graph.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        names, lines = {}, []
+        for at, node in enumerate(self.graph.find_nodes(op="placeholder")):
+            if node in needed:
+                argument = f"a{at}" if at < k else f"b{at - k}"
+                names[node] = f"{prefix}{argument}"
+                lines.append(f"{names[node]} = {self._argument(argument, behind)}")
+        inner = [n for n in self.graph.nodes if n in needed and n.op == "call_function"]
+        text, of = scan_pointwise.translate(inner, names, f"{prefix}v")
+        return [*lines, text], {place: of(results[place]) for place in places}
 
     # --- the state --------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class _Backward:
         of_a = {(j, i): e for (j, i), e in jacobian.of_a.items() if {i, j} <= set(active)}
         groups = _components(active, of_a)
         # Equal matrices are one: a group's entries by its leaves' places in it.
-        kinds: dict[tuple[tuple[int, int, object], ...], list[list[int]]] = {}
+        kinds: dict[tuple[_Place, ...], list[list[int]]] = {}
         for group in groups:
             at = {leaf: place for place, leaf in enumerate(group)}
             own = [(at[i], at[j], e) for (j, i), e in of_a.items() if i in at]
@@ -199,8 +200,10 @@ class _Backward:
         G: dict[int, int] = {}
         for entries, members in kinds.items():
             size = len(members[0])
+            # Of a sum M is 1 and no state.
+            is_sum = size == 1 and all(texts.is_number(e, 1) for _, _, e in entries)
             matrix: dict[tuple[int, int], int] = {}
-            for row, column, _ in _closed(entries, size):
+            for row, column in [] if is_sum else _closed(entries):
                 matrix[row, column] = len(matrix) + len(produced)
             values = {(row, column): e for row, column, e in entries}
             produced += [values.get(place, 0.0) for place in matrix]
@@ -211,8 +214,9 @@ class _Backward:
                 produced += [("g", leaf) for leaf in group]
                 G.update({leaf: vector[row, 0] for row, leaf in enumerate(group)})
                 for place, state in vector.items():
-                    product = _product(matrix, place, vector, size)
-                    combined.append(f"r{state} = {product + ' + ' if product else ''}b{state}")
+                    carried = f"a{state}" if is_sum and entries else ""
+                    carried = carried or _product(matrix, place, vector, size)
+                    combined.append(f"r{state} = {carried + ' + ' if carried else ''}b{state}")
         if len(produced) > MOST_STATES:
             raise NoProgram(f"its gradient has {len(produced)} states, more than {MOST_STATES}")
         program = Program(
@@ -231,7 +235,7 @@ class _Backward:
         entries = [e for e in produced if not isinstance(e, tuple)]
         text, found = self._entries(entries, 0)
         expressions = iter(found)
-        kind = scan_pointwise.computed_type(self.wides[self.active[0]])
+        kind = scan_operations.computed_type(self.wides[self.active[0]])
         lines = [text]
         for state, what in enumerate(produced):
             if not isinstance(what, tuple):
@@ -239,7 +243,7 @@ class _Backward:
             elif what[1] in self.grads:
                 value = f"{self._input('g', what[1], 0)}.to({kind})"
             else:
-                value = scan_pointwise.literal(0.0, self.wides[self.active[0]])
+                value = scan_operations.literal(0.0, self.wides[self.active[0]])
             lines.append(f"s{state} = {value}")
         return "\n".join(lines)
 
@@ -259,12 +263,12 @@ class _Backward:
             terms = whole + ([f"tl.where(first, {edge}, {' + '.join(rest)})"] if rest else [])
             if not terms:
                 terms = [f"tl.where(first, {edge}, 0.0)"]
-            stored = scan_pointwise.stored_type(self.dtypes[leaf])
+            stored = scan_operations.stored_type(self.dtypes[leaf])
             lines.append(f"y{at} = ({' + '.join(terms)}).to({stored})")
         return "\n".join(lines)
 
 
-def _components(active: Sequence[int], of_a: dict[tuple[int, int], object]) -> list[list[int]]:
+def _components(active: Sequence[int], of_a: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Leaves in groups that go into one another, in either direction."""
     groups = [{i} for i in active]
     for j, i in of_a:
@@ -273,13 +277,13 @@ def _components(active: Sequence[int], of_a: dict[tuple[int, int], object]) -> l
     return [sorted(g) for g in groups]
 
 
-def _closed(entries: Sequence[tuple[int, int, object]], size: int) -> list[tuple[int, int, object]]:
+def _closed(entries: Iterable[_Place]) -> list[tuple[int, int]]:
     """The places that can be other than 0 in a product of any number of such matrices."""
     places = {(row, column) for row, column, _ in entries}
     while True:
         more = {(r, d) for r, c in places for b, d in places if c == b} - places
         if not more:
-            return [(row, column, None) for row, column in sorted(places)]
+            return sorted(places)
         places |= more
 
 

@@ -320,7 +320,8 @@ def _fold(graph: Any) -> dict[Any, float]:
         if node.op != "call_function":
             continue
         op, args = node.target, node.args
-        of = [numbers.get(a, a if isinstance(a, (int, float)) else None) for a in args[:2]]
+        own = (a if isinstance(a, (int, float)) else None for a in args[:2])
+        of: list[Any] = [numbers.get(a, n) for a, n in zip(args, own, strict=False)]
         if op in _FILLED:
             numbers[node] = _FILLED[op](node)
         elif op in _SAME or (op in _CONVERSIONS and of[0] is not None):

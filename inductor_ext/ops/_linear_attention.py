@@ -79,7 +79,7 @@ def _backward(
         ddecay, dinitial = found[3:]
     else:
         grads = composed.gradients(q, k, v, decay, initial_state, scale, do, dstate)
-        found = [kernels.like(t).copy_(g) for t, g in zip((q, k, v), grads[:3], strict=True)]  # type: ignore[arg-type]
+        found = [kernels.like(t).copy_(g) for t, g in zip((q, k, v), grads[:3], strict=True)]
         ddecay, dinitial = (
             g if needed else None
             for g, needed in zip(grads[3:], (need_decay, need_state), strict=True)
@@ -130,9 +130,9 @@ def _again(tensors: Any, scale: float, do: Tensor, dstate: Tensor | None) -> Any
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Nodes of their own: differentiating an input itself would run through what made it.
-        own = [None if t is None else t.view_as(t) for t in tensors]
+        own: Any = [None if t is None else t.view_as(t) for t in tensors]
         own = [t if t is None or t.requires_grad else t.detach().requires_grad_() for t in own]
-        out, state = composed.attention(*own, scale)
+        out, state = composed.attention(own[0], own[1], own[2], own[3], own[4], scale)
         pairs = [(out, do.to(out.dtype))]
         pairs += [] if dstate is None else [(state, dstate)]
         grads = iter(torch.autograd.grad(
@@ -242,8 +242,8 @@ def linear_attention(
         initial_state: S_0 in fp32 (fp64 for fp64), [B, H, Dk, Dv], with ``normalize``
             [B, H, Dk, Dv + 1], whose last column is z_0. None for 0.
         return_state: return S_T as well, of the same form.
-        chunk: tokens computed at once: 16, 32, 64 or 128, or None to have it chosen. It changes
-            rounding only.
+        chunk: tokens computed at once: 16, 32 or 64, or None to have it chosen. It changes rounding
+            only, and nothing where decays are per channel.
 
     Returns o [B, H, T, Dv] in v's dtype, with v's order of dimensions in memory, or (o, S_T).
     Products are of the inputs' dtype (fp32: as ``torch.set_float32_matmul_precision`` says), sums
@@ -257,13 +257,14 @@ def linear_attention(
         raise ValueError(
             f'feature_map is expected as "elu+1", "relu", a function or None, got {feature_map!r}'
         )
-    if chunk not in (None, 16, 32, 64, 128):
-        raise ValueError(f"chunk is expected as None, 16, 32, 64 or 128, got {chunk}")
+    if chunk not in (None, 16, 32, 64):
+        raise ValueError(f"chunk is expected as None, 16, 32 or 64, got {chunk}")
     if feature_map is not None:
         q, k = _mapped(feature_map, q), _mapped(feature_map, k)
         _check_heads(q, k, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale) or scale == 0:
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    elif not 0 < abs(scale) < math.inf:
         raise ValueError(f"scale is expected as a finite number other than 0, got {scale}")
     g = _as_decay(decay, q)
     columns = v.shape[-1]

@@ -6,6 +6,8 @@ fp64, transforms of torch.func and gradients of gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def _attention(
     if initial_state is None:
         state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     else:
-        state = initial_state
+        state = initial_state.clone()
     chunk = _CHUNK if g is None or g.shape[-1] == 1 else _CHUNK_OF_CHANNELS
     out = []
     for first in range(0, tokens, chunk):
@@ -57,7 +59,7 @@ def _attention(
         )  # fmt: skip
         out.append(found)
     whole = torch.cat(out, 2) if out else torch.zeros_like(v)
-    return whole.to(dtype), state.clone() if state is initial_state else state
+    return whole.to(dtype), state
 
 
 def _chunk(
@@ -99,8 +101,8 @@ def gradients(
 
     def again(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         left = iter(tensors)
-        a, b, c, g, s = (None if t is None else next(left) for t in given)
-        return attention(a, b, c, g, s, scale)  # type: ignore[arg-type]
+        own: Any = [None if t is None else next(left) for t in given]
+        return attention(own[0], own[1], own[2], own[3], own[4], scale)
 
     (out, state), pull = torch.func.vjp(again, *there)
     grads = iter(pull((do.to(out.dtype), torch.zeros_like(state) if dstate is None else dstate)))

@@ -630,3 +630,45 @@ def test_scans_of_torch():
     assert long.cumsum(0).dtype == torch.int64
     assert long.cumprod(0, dtype=torch.bfloat16).shape == long.shape
     assert torch.equal(torch._refs.cumsum(torch.arange(4), 0), torch.tensor([0, 1, 3, 6]))
+
+
+def test_combine_functions_as_graphs():
+    accepts("torch._inductor.ir:Subgraph", name="combine", graph_module=X)
+    accepts("torch._inductor.subgraph_lowering:InputDescriptor", torch.float32, X)
+    accepts("torch._inductor.subgraph_lowering:lower_pointwise_subgraph", X, [])
+    accepts(
+        "torch._inductor.ir:Scan.create",
+        device=X,
+        dtypes=(),
+        inner_fns=(),
+        size=[],
+        axis=0,
+        combine_fn=X,
+        can_fallback_to_aten=False,
+    )
+    assert callable(compat.lowering_of(torch.ops.prims.rev.default))
+    accepts("torch._decomp:core_aten_decompositions")
+    ones = [torch.ones(2), torch.ones(2)]
+
+    def halved(x, y):
+        out = x + y
+        out.mul_(0.5)
+        return [torch.nn.functional.softplus(out)]
+
+    kept = compat_fx.functional_graph(halved, ones)
+    names = [n.target._opname for n in kept.nodes if n.op == "call_function"]
+    assert names == ["add", "mul", "softplus"]
+    apart = compat_fx.functional_graph(halved, ones, decompose=True)
+    assert all("softplus" not in str(n.target) for n in apart.nodes)
+    for node in compat_fx.inductor_graph(lambda x, y: x.addcmul(x, y), ones).nodes:
+        assert node.op == "output" or isinstance(node.meta["val"], torch.Tensor)
+    assert compat_fx.known_number(torch.tensor(2.5)) == 2.5
+    assert compat_fx.known_number(torch.ones(2)) is None
+    with torch.no_grad():
+        assert compat_fx.apart(torch.is_grad_enabled)
+
+
+def test_sizes_lifted_into_a_combine_function():
+    scan = compat_scans.associative_scan()
+    assert hasattr(scan.py_kernels[torch._C.DispatchKey.Autograd], "inductor_ext")
+    scan._dispatch_cache.clear()

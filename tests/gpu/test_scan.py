@@ -1,4 +1,7 @@
-"""``ops.scan`` and ``ops.linear_recurrence`` on the card: sizes that fill it, bits, neighbours."""
+"""``ops.scan`` and ``ops.linear_recurrence`` on the card: sizes that fill it, bits, neighbours.
+
+A kernel is compiled for each operation, order and shape, so that these are few.
+"""
 
 import itertools
 
@@ -12,16 +15,16 @@ from inductor_ext.ops import _scan_gradients as gradients
 pytestmark = pytest.mark.gpu
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-# Each is a kernel of its own to compile: all operations on these, a sum and a recurrence on all.
-FEW = [((1 << 24,), 0), ((4096, 8191), 1), ((65536, 128), 0)]
-SHAPES = [*FEW, ((1_000_003,), 0), ((8, 1 << 20), 1), ((1 << 20, 2), 0), ((8, 4096, 257), 1)]
-OPS = ("sum", "prod", "max", "min", "logsumexp")
+SHAPES = [((1 << 24,), 0), ((4096, 8191), 1), ((65536, 128), 0)]  # 1-D, rows, columns
 
 
-def drawn(shape, dtype, op="sum"):
-    if op == "prod":
-        return (1 + 2e-4 * torch.randn(shape, device="cuda")).to(dtype)
-    if op in ("max", "min", "cummax", "cummin"):
+def drawn(shape, dtype, op="sum", dim=0):
+    if op == "prod":  # exact: 2 and 1/2 in turn among 1 and -1
+        scaled = torch.rand(shape, device="cuda") < 1e-3
+        turn = scaled.cumsum(dim) % 2 == 1
+        signs = torch.where(torch.rand(shape, device="cuda") < 0.5, -1.0, 1.0)
+        return (signs * torch.where(scaled, torch.where(turn, 2.0, 0.5), 1.0)).to(dtype)
+    if op == "max":
         return torch.randint(-(2**20), 2**20, shape, device="cuda").to(dtype)
     return torch.randn(shape, device="cuda").to(dtype)
 
@@ -35,71 +38,158 @@ def assert_near(got, truth):
     assert verdict.ok, verdict.reason
 
 
+def leaves(out):
+    return out if isinstance(out, tuple) else (out,)
+
+
+def every_kind():
+    """(what is computed, its inputs): one and two states, 1-D, rows and columns."""
+    for shape, dim in SHAPES:
+        x, a = drawn(shape, FP32), torch.rand(shape, device="cuda")
+        yield lambda x, dim=dim: ops.scan(x, "sum", dim), (x,)
+        yield lambda x, dim=dim: ops.scan(x, "cummax", dim, True), (x,)
+        yield lambda a, x, dim=dim: ops.linear_recurrence(a, x, dim=dim), (a, x)
+
+
+def test_on_a_card_full_of_other_work():
+    m = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    v = torch.randn(1 << 26, device="cuda")
+    busy, beside = torch.cuda.Stream(), torch.cuda.Stream()
+    for fn, args in every_kind():
+        alone = leaves(fn(*args))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(busy):
+            for _ in range(30):
+                m @ m
+                v.mul(1.5)
+        results = []
+        for i in range(40):  # on two streams, each with a workspace of its own
+            with torch.cuda.stream(beside if i % 2 else torch.cuda.current_stream()):
+                results.append(leaves(fn(*args)))
+        torch.cuda.synchronize()
+        for found in results:
+            assert all(map(torch.equal, found, alone))
+
+
+def test_ten_runs_have_the_same_bits():
+    for fn, args in every_kind():
+        one = leaves(fn(*args))
+        for _ in range(9):
+            assert all(map(torch.equal, one, leaves(fn(*args))))
+
+
+def test_replayed_from_a_cuda_graph():
+    for fn, args in every_kind():
+        expected = leaves(fn(*args))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = leaves(fn(*args))
+        for _ in range(3):
+            for t in found:
+                t.zero_()
+            graph.replay()
+            assert all(map(torch.equal, found, expected))
+
+
+def test_more_than_31_bits_of_elements():
+    n = 2**31 + 12345
+    x = torch.ones(n, dtype=torch.int8, device="cuda")
+    y = ops.scan(x, "sum")
+    for start in range(0, n, 1 << 28):
+        part = y[start : start + (1 << 28)]
+        assert torch.equal(part, torch.arange(start + 1, start + 1 + len(part), device="cuda"))
+    del y
+    rows, columns = x[: n // 3 * 3].view(3, -1), x[: n // 3 * 3].view(-1, 3)
+    whole = (n // 3 + 128) % 256 - 128
+    for values, dim in ((rows, 1), (columns, 0)):
+        y = ops.scan(values, "sum", dim, reverse=True, dtype=torch.int8)
+        assert bool((y.select(dim, 0) == whole).all() & (y.select(dim, -1) == 1).all())
+        steps = y.narrow(dim, 0, n // 3 - 1) - y.narrow(dim, 1, n // 3 - 1)
+        assert bool((steps == 1).all())
+        del y, steps
+    values, positions = ops.scan(x, "cummax")
+    assert bool((values == 1).all()) and positions[-1] == n - 1 and positions[2**31] == 2**31
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_offsets_of_segments(deterministic):
+    n = 1 << 20
+    x = drawn((n, 3), FP32).requires_grad_()
+    inner = torch.randint(0, n + 1, (200,), device="cuda").sort().values
+    inner[100:110] = inner[100]  # empty ones
+    ends = torch.tensor([0, 0, n, n], device="cuda")
+    cu = torch.cat([ends[:2], inner, ends[2:]]).int()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        y = ops.scan(x, "sum", 0, segments=cu)
+        (dx,) = torch.autograd.grad(y, x, y.detach())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wide, truth, gradient = x.detach().double(), [], []
+    for begin, end in itertools.pairwise(cu.tolist()):
+        truth.append(wide[begin:end].cumsum(0))
+        gradient.append(y[begin:end].detach().double().flip(0).cumsum(0).flip(0))
+    assert_near(y.detach(), torch.cat(truth))
+    assert_near(dx, torch.cat(gradient))
+
+
 @pytest.mark.parametrize(
-    ("op", "dtype", "shape", "dim"),
+    ("op", "shape", "dim", "plain"),
     [
-        *((op, FP32, *where) for op in OPS for where in (SHAPES if op == "sum" else FEW)),
-        *(("sum", BF16, *where) for where in FEW),
+        (op, *where, (i + j) % 2 == 0)
+        for i, op in enumerate(("sum", "prod", "max", "logsumexp"))
+        for j, where in enumerate(SHAPES)
     ],
 )
-def test_scans(op, dtype, shape, dim, poison):
-    x = drawn(shape, dtype, op)
-    for reverse, exclusive, flags in ((False, False, None), (True, True, some_flags(shape))):
-        order = dim, reverse, exclusive
-        poison()
-        y = ops.scan(x, op, *order, flags)
-        assert_near(y, composed.scan(x.double(), flags, op, *order, FP64))
-
-
-@pytest.mark.parametrize(("shape", "dim"), FEW)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_positions(shape, dim, reverse, poison):
-    x = torch.randint(-3000, 3000, shape, device="cuda").to(BF16)
-    flags = some_flags(shape) if reverse else None
+def test_values_and_gradients(op, shape, dim, plain, poison):
+    x, g = drawn(shape, FP32, op, dim).requires_grad_(), drawn(shape, FP32)
+    flags = None if plain else some_flags(shape)
+    order = dim, not plain, not plain
     poison()
-    values, positions = ops.scan(x, "cummin", dim, reverse, segments=flags)
-    expected = composed.scan_with_index(x, flags, "cummin", dim, reverse, False)
+    y = ops.scan(x, op, *order, flags)
+    wide = x.detach().double()
+    Y = composed.scan(wide, flags, op, *order, FP64)
+    assert_near(y.detach(), Y)
+    g = torch.where(Y.isinf(), 0, g)
+    poison()
+    (dx,) = torch.autograd.grad(y, x, g)
+    if op == "sum":
+        truth = composed.scan(g.double(), flags, "sum", dim, plain, not plain, FP64)
+    else:
+        truth = gradients.gradient(g.double(), wide, Y, flags, op, *order)
+    if op == "logsumexp":  # as accurate as y, whose last place is 1e-6 of it
+        assert (dx - truth).norm() <= 1e-4 * truth.norm()
+    else:
+        assert_near(dx, truth)
+
+
+@pytest.mark.parametrize(("shape", "dim"), SHAPES)
+def test_positions(shape, dim, poison):
+    x = torch.randint(-3000, 3000, shape, device="cuda").to(BF16)
+    flags = some_flags(shape)
+    poison()
+    values, positions = ops.scan(x, "cummin", dim, segments=flags)
+    expected = composed.scan_with_index(x, flags, "cummin", dim, False, False)
     assert torch.equal(values, expected[0]) and torch.equal(positions, expected[1])
 
 
-@pytest.mark.parametrize(("shape", "dim"), FEW)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool])
-def test_integers(dtype, shape, dim, poison):
-    x = torch.randint(0, 2, shape, device="cuda").to(dtype)
-    if dtype != torch.bool:
-        x = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, shape, device="cuda")
-        x = x.to(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "dim"),
+    [(torch.int32, *SHAPES[0]), (torch.bool, *SHAPES[1]), (torch.int64, *SHAPES[2])],
+)
+def test_integers_as_torch(dtype, shape, dim, poison):
+    x = torch.randint(-(2**62), 2**62, shape, device="cuda")
+    x = x > 0 if dtype == torch.bool else x.to(dtype)
     poison()
     assert torch.equal(ops.scan(x, "sum", dim), x.cumsum(dim))
-
-
-@pytest.mark.parametrize(("shape", "dim"), FEW)
-@pytest.mark.parametrize("op", OPS)
-def test_gradients(op, shape, dim, poison):
-    x, g = drawn(shape, FP32, op).requires_grad_(), drawn(shape, FP32)
-    for reverse, exclusive, flags in ((False, False, None), (True, True, some_flags(shape))):
-        order = dim, reverse, exclusive
-        y = ops.scan(x, op, *order, flags)
-        g = torch.where(y.detach().isinf(), 0, g)
-        poison()
-        (dx,) = torch.autograd.grad(y, x, g)
-        if op == "sum":
-            truth = composed.scan(g.double(), flags, "sum", dim, not reverse, exclusive, FP64)
-        else:
-            wide = x.detach().double()
-            Y = composed.scan(wide, flags, op, *order, FP64)
-            truth = gradients.gradient(g.double(), wide, Y, flags, op, *order)
-        if op == "logsumexp":  # as accurate as y, whose last place is 1e-6 of it
-            assert (dx - truth).norm() <= 1e-4 * truth.norm()
-        else:
-            assert_near(dx, truth)
 
 
 @pytest.mark.parametrize(
     ("shape", "dim", "dtype", "reverse"),
     [
         *((*where, FP32, i % 2 == 1) for i, where in enumerate(SHAPES)),
-        *((*where, BF16, i % 2 == 0) for i, where in enumerate(FEW)),
+        ((8, 4096, 257), 1, BF16, False),
+        ((1 << 24,), 0, BF16, True),
     ],
 )
 def test_recurrences(shape, dim, dtype, reverse, poison):
@@ -125,102 +215,6 @@ def test_recurrences(shape, dim, dtype, reverse, poison):
             assert (mine - theirs).abs().max() <= 2**-7 * theirs.abs().max()
         else:
             assert_near(mine, theirs)
-
-
-def every_kind():
-    """(what is computed, its inputs) of each family of kernels and states."""
-    for shape, dim in (((1 << 22,), 0), ((6, 1 << 19), 1), ((1 << 19, 6), 0), ((2048, 4096), 1)):
-        x, a = drawn(shape, FP32), torch.rand(shape, device="cuda")
-        yield lambda x, dim=dim: ops.scan(x, "sum", dim), (x,)
-        yield lambda x, dim=dim: ops.scan(x, "cummax", dim, True), (x,)
-        yield lambda x, dim=dim: ops.scan(x, "logsumexp", dim), (x.double(),)
-        yield lambda a, x, dim=dim: ops.linear_recurrence(a, x, dim=dim), (a, x)
-
-
-def leaves(out):
-    return out if isinstance(out, tuple) else (out,)
-
-
-def test_ten_runs_have_the_same_bits():
-    for fn, args in every_kind():
-        one = leaves(fn(*args))
-        for _ in range(9):
-            assert all(map(torch.equal, one, leaves(fn(*args))))
-
-
-def test_on_a_card_full_of_other_work():
-    m = torch.randn(4096, 4096, device="cuda", dtype=BF16)
-    v = torch.randn(1 << 26, device="cuda")
-    busy, beside = torch.cuda.Stream(), torch.cuda.Stream()
-    for fn, args in every_kind():
-        alone = leaves(fn(*args))
-        torch.cuda.synchronize()
-        with torch.cuda.stream(busy):
-            for _ in range(30):
-                m @ m
-                v.mul(1.5)
-        results = []
-        for i in range(40):  # on two streams, each with a workspace of its own
-            with torch.cuda.stream(beside if i % 2 else torch.cuda.current_stream()):
-                results.append(leaves(fn(*args)))
-        torch.cuda.synchronize()
-        for found in results:
-            assert all(map(torch.equal, found, alone))
-
-
-def test_replayed_from_a_cuda_graph():
-    for fn, args in every_kind():
-        expected = leaves(fn(*args))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = leaves(fn(*args))
-        for _ in range(3):
-            for t in found:
-                t.zero_()
-            graph.replay()
-            assert all(map(torch.equal, found, expected))
-
-
-def test_more_than_31_bits_of_elements():
-    n = 2**31 + 12345
-    x = torch.ones(n, dtype=torch.int8, device="cuda")
-    y = ops.scan(x, "sum")
-    for start in range(0, n, 1 << 28):
-        part = y[start : start + (1 << 28)]
-        assert torch.equal(part, torch.arange(start + 1, start + 1 + len(part), device="cuda"))
-    del y
-    rows, columns = x[: n // 3 * 3].view(3, -1), x[: n // 3 * 3].view(-1, 3)
-    for values, dim in ((rows, 1), (columns, 0)):
-        y = ops.scan(values, "sum", dim, reverse=True, dtype=torch.int8)
-        whole = (n // 3 + 128) % 256 - 128
-        assert bool((y.select(dim, 0) == whole).all() & (y.select(dim, -1) == 1).all())
-        steps = y.narrow(dim, 0, n // 3 - 1) - y.narrow(dim, 1, n // 3 - 1)
-        assert bool((steps == 1).all())
-    values, positions = ops.scan(x, "cummax")
-    assert bool((values == 1).all()) and positions[-1] == n - 1 and positions[2**31] == 2**31
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_offsets_of_segments(deterministic):
-    n = 1 << 21
-    x = drawn((n, 3), FP32).requires_grad_()
-    cu = torch.randint(0, n + 1, (500,), device="cuda").sort().values.int()
-    cu[100:110] = cu[100]  # empty ones
-    edges = torch.tensor([0, 0], device="cuda"), torch.tensor([n, n], device="cuda")
-    cu = torch.cat([edges[0].int(), cu, edges[1].int()])
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        y = ops.scan(x, "sum", 0, segments=cu)
-        (dx,) = torch.autograd.grad(y.square().sum() / 2, x)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    bounds = cu.tolist()
-    wide, truth, gradient = x.detach().double(), [], []
-    for begin, end in itertools.pairwise(bounds):
-        truth.append(wide[begin:end].cumsum(0))
-        gradient.append(y[begin:end].detach().double().flip(0).cumsum(0).flip(0))
-    assert_near(y.detach(), torch.cat(truth))
-    assert_near(dx, torch.cat(gradient))
 
 
 def test_compiled_without_recompiling():

@@ -153,6 +153,13 @@ def test_any_number_of_dimensions(shape, way):
         torch.testing.assert_close(ops.scan(x, "sum", dim, reverse=True), flipped)
 
 
+def test_the_result_lies_as_the_input_does(way):
+    x = torch.randn(4, 5, 9).permute(2, 0, 1)
+    assert ops.scan(x, "sum", 0).stride() == x.stride()
+    assert ops.scan(x, "cummax", 0)[1].stride() == x.stride()
+    assert ops.linear_recurrence(x, x, dim=0).stride() == x.stride()
+
+
 def test_the_input_stays_as_it_was(way):
     x = torch.randn(3, 20)
     before = x.clone()

@@ -123,6 +123,15 @@ def test_a_logsumexp_of_what_is_far_apart(reverse, way):
     torch.testing.assert_close(found.double(), truth.nan_to_num(0.0), rtol=1e-5, atol=1e-6)
 
 
+def test_infinities_of_a_logsumexp_are_torch_s(way):
+    x, g = torch.randn(3, 20), torch.rand(3, 20) + 0.5
+    x[0, 7], x[1, 4], x[1, 11], x[2, 19] = math.inf, -math.inf, math.inf, math.inf
+    found = gradient(lambda x: ops.scan(x, "logsumexp"), x, g)
+    theirs = x.clone().requires_grad_()
+    torch.logcumsumexp(theirs, 1).backward(g.masked_fill(x.logcumsumexp(1).isinf(), 0))
+    torch.testing.assert_close(found, theirs.grad, equal_nan=True)
+
+
 def test_large_values_of_a_logsumexp_s_gradient_do_not_overflow(way):
     x, g = torch.zeros(1, 24), torch.full((1, 24), 1e30)
     found = gradient(lambda x: ops.scan(x + 500, "logsumexp"), x, g)

@@ -1,0 +1,60 @@
+"""Machine code of the kernels of linear attention for an H200. No card needed."""
+
+import pytest
+import torch
+from inductor_ext.templates import linear_attention_channel_launch as of_channels
+from inductor_ext.templates import linear_attention_launch as launch
+
+from inductor_ext.testing import launch_binaries
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+B, H, T = 4, 16, 8192
+
+
+def meta(*size, dtype=FP32):
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def heads(D, dtype):
+    return meta(B, T, H, D, dtype=dtype).transpose(1, 2)
+
+
+def binaries(decay, D, dtype):
+    q, k, v = (heads(D, dtype) for _ in range(3))
+    S = meta(B, H, D, D)
+    if decay == "channel":
+        g = heads(D, FP32)
+
+        def run():
+            of_channels.forward(q, k, v, g, S, 0.1, "ieee")
+            of_channels.backward(q, k, v, g, S, 0.1, "ieee", v, S, True, True)
+
+    else:
+        g = {"": None, "head": meta(H), "token": meta(B, H, T)}[decay]
+
+        def run():
+            launch.forward(q, k, v, g, S, 0.1, "ieee")
+            launch.backward(q, k, v, g, S, 0.1, "ieee", 0, v, S, True, True)
+
+    return launch_binaries(run, launch, of_channels)
+
+
+@pytest.mark.parametrize("decay", ["", "head", "token", "channel"])
+@pytest.mark.parametrize(("D", "dtype"), [(128, BF16), (64, BF16), (128, FP16)])
+def test_kernels(decay, D, dtype):
+    found = binaries(decay, D, dtype)
+    main = [k for k in found if k.name in ("chunk_kernel", "keyed_kernel", "valued_kernel")]
+    for kernel in main:
+        assert kernel.uses_tensor_cores and kernel.widest_load == kernel.widest_store == 16
+        assert decay == "channel" or "wgmma" in kernel.ptx
+        assert kernel.shared_bytes <= 227 << 10
+    # A few registers too many, stored and loaded once per chunk.
+    limit = 200 if D == 128 else 32
+    if dtype == BF16 and decay in ("", "channel"):
+        limit = 32 if D == 128 else 0
+    assert max(kernel.spills for kernel in found) <= limit
+
+
+def test_fp32():
+    for kernel in binaries("", 64, FP32):
+        assert kernel.spills == 0 and (kernel.uses_tensor_cores or "segments" in kernel.name)
