@@ -39,15 +39,18 @@ def rewrite(graph: Any) -> None:
     if not scans and not products:
         return
     recording = _recording(graph)
-    scans = [n for n in scans if recording[n] and any(map(_has_gradient, n.args[1]))]
+    differentiated = [n for n in scans if recording[n] and any(map(_has_gradient, n.args[1]))]
     products = [n for n in products if recording[n] and n.args and _has_gradient(n.args[0])]
     modes = [compat_pre_grad.fake_mode_of(value_of(n)) for n in graph.nodes]
     mode = next((m for m in modes if m is not None), None)
-    if mode is None or not (scans or products):
+    if mode is None:
         return
     with compat_pre_grad.replaying(mode):
         for scan in scans:
-            _replace(graph, scan)
+            if _is_mismatched(scan):
+                _reject(scan)
+            elif scan in differentiated:
+                _replace(graph, scan)
         for product in products:
             _replace_product(graph, product)
     graph.lint()
@@ -67,6 +70,20 @@ def _recording(graph: Any) -> dict[Any, bool]:
             now = bool(node.args[0])
         found[node] = now
     return found
+
+
+def _is_mismatched(scan: Any) -> bool:
+    shapes = [value_of(x).shape for x in scan.args[1]]
+    return any(shape != shapes[0] for shape in shapes)
+
+
+def _reject(scan: Any) -> None:
+    """Inductor gives every result the first leaf's shape. Our operation says what it expects, where
+    AOTAutograd runs it."""
+    xs = list(scan.args[1])
+    scan.target, scan.args = SCAN, (xs, ", ".join(f"a{i}" for i in range(len(xs))), 0, False)
+    site = mhc_sites.describe(f"associative_scan of {len(xs)}", xs[0], value_of(xs[0]))
+    mhc_sites.fired(NAME, "refusal", site, "its leaves have several shapes")
 
 
 def _replace(graph: Any, scan: Any) -> None:
@@ -92,8 +109,6 @@ def _text(graph: Any, scan: Any, xs: Sequence[Any]) -> str:
     """The combine function, checked to have a gradient. Raises NotPointwise."""
     function = getattr(graph.owning_module, scan.args[0].target)
     leaves = [value_of(x) for x in xs]
-    if any(leaf.shape != leaves[0].shape for leaf in leaves):
-        raise texts.NotPointwise("its leaves have several shapes")
     if any(leaf.dtype.is_complex for leaf in leaves):
         raise texts.NotPointwise("it has a complex leaf")
     lifted = function.graph.find_nodes(op="placeholder")[2 * len(xs) :]

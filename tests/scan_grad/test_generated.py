@@ -3,6 +3,7 @@
 import combines as c
 import pytest
 import torch
+from inductor_ext.lowerings import scan_gradient
 from torch._higher_order_ops.associative_scan import associative_scan
 
 import inductor_ext
@@ -71,6 +72,25 @@ def test_a_symbolic_length():
         torch.testing.assert_close(got, reference.float())
     for i, reference in enumerate(c.gradients(expected, grads, wide)):
         torch.testing.assert_close(found[f"args[{i}]"], reference.float())
+
+
+def test_a_gradient_that_is_not_known_is_refused_where_it_is_asked_for(monkeypatch):
+    def write(combine, slices):
+        raise scan_gradient.texts.NotPointwise("it is too dark to read it")
+
+    monkeypatch.setattr(scan_gradient.texts, "write", write)
+    xs = c.leaves(2, 2, T, 3, dtype=torch.float32)
+    why = "the gradient of this associative_scan is not known: it is too dark to read it"
+    with pytest.raises(Exception, match=why):
+        generate(lambda a, b: scanned(c.affine, (a, b))[1], xs)
+    code = generate(lambda a, b: scanned(c.affine, (a, b))[1].detach() * a, xs)
+    value, found = run_interpreted(code, *xs, grad_outputs=[torch.ones(2, T, 3)])
+    h = c.loop(c.affine, xs, 1)[1].float()
+    torch.testing.assert_close(value, h * xs[0])
+    torch.testing.assert_close(found["args[0]"], h)
+    # Of one leaf torch's own is right.
+    code = generate(lambda a, b: scanned(c.product, (a,))[0] * b, xs)
+    assert "inductor_ext" not in code.source
 
 
 @pytest.mark.parametrize("zeros", [0, 1, 2])
