@@ -120,3 +120,30 @@ def test_disabled_it_leaves_torchs_gradient():
     with inductor_ext.disable("scan_gradient"):
         code = generate(lambda x: scanned(c.product, (x,))[0] * x.cumprod(1), xs)
     assert "inductor_ext" not in code.source
+
+
+def test_with_scan_kernels_all_of_it_is_fused():
+    """One kernel each way, with what is in front of a scan and behind it."""
+    xs = c.leaves(2, 2, T, 3, dtype=torch.float32)
+
+    def fn(scan):
+        def loss(a, b):
+            p, h = scan(a.sigmoid(), b.tanh())
+            return p.sin() + h
+
+        return loss
+
+    with inductor_ext.enable("scan"):
+        code = generate(
+            fn(lambda *xs: scanned(c.online_softmax, xs, True)), xs, force={"scan": "scan"}
+        )
+    assert code.extern_calls == []
+    for part in (code.forward, code.backward):
+        assert part.count("def scan_") == 1 and "def triton_" not in part
+    grads = [torch.randn(2, T, 3)]
+    (value, found) = run_interpreted(code, *xs, grad_outputs=grads)
+    wide = [x.detach().double().requires_grad_() for x in xs]
+    expected = fn(lambda *xs: c.loop(c.online_softmax, xs, 1, True))(*wide)
+    torch.testing.assert_close(value, expected.float())
+    for i, reference in enumerate(c.gradients([expected], grads, wide)):
+        torch.testing.assert_close(found[f"args[{i}]"], reference.float())
