@@ -41,7 +41,7 @@ def test_numbers(**given):
 
 
 @pytest.mark.parametrize("way", KERNELS)
-@settings(max_examples=8, **SETTINGS)
+@settings(max_examples=6, **SETTINGS)
 @DRAWN
 def test_numbers_of_kernels(way, **given):
     check(way, **given)
@@ -59,8 +59,7 @@ def check(way, dtype, shape, dim, reverse, initial, layout):
         return recurrence(a, b, h0, dim, reverse)
 
     with computed(way):
-        found, again = run(ours, tensors, g), run(ours, tensors, g)
-    assert all(map(torch.equal, found, again))
+        found = run(ours, tensors, g)
     truths = run(loop, [t.double() for t in tensors], g.double())
     eagers = run(loop, tensors, g)
     for got, truth, eager in zip(found, truths, eagers, strict=True):
