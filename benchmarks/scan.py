@@ -208,7 +208,11 @@ def measure_column(case: Case, column: str, timer: Any) -> dict[str, Any] | None
     inputs = draw(case)
     given = torch.randn_like(inputs[0]) if case.kind == "bwd" else None
     try:
-        with inductor_ext.disable("scan", "scan_gradient") if column == "compile" else inductor_ext.enable("scan"):
+        with (
+            inductor_ext.disable("scan", "scan_gradient")
+            if column == "compile"
+            else inductor_ext.enable("scan")
+        ):
             if case.kind == "bwd":
                 leaves = leaves_of(inputs)
                 results = torch.autograd.grad(fn(*leaves), leaves, given)
@@ -240,7 +244,11 @@ def warm(job: tuple[Case, str]) -> None:
     if fn is None:
         return
     inputs = draw(case)
-    with inductor_ext.disable("scan", "scan_gradient") if column == "compile" else inductor_ext.enable("scan"):
+    with (
+        inductor_ext.disable("scan", "scan_gradient")
+        if column == "compile"
+        else inductor_ext.enable("scan")
+    ):
         if case.kind == "bwd":
             leaves = leaves_of(inputs)
             torch.autograd.grad(fn(*leaves), leaves, torch.randn_like(inputs[0]))
