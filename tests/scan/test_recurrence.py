@@ -125,6 +125,11 @@ def test_transforms_and_batched_gradients():
     g = torch.randn(4, 3, 9, dtype=FP64)
     found = torch.vmap(ops.linear_recurrence)(a, b, h0)
     torch.testing.assert_close(found, recurrence(a, b, h0))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(a, b)
+        tangent = torch.autograd.forward_ad.unpack_dual(ops.linear_recurrence(dual, b)).tangent
+    expected = torch.func.jvp(lambda a: recurrence(a, b), (a,), (b,))[1]
+    torch.testing.assert_close(tangent, expected)
     a.requires_grad_()
     h = ops.linear_recurrence(a, b, h0)
     each = torch.stack([torch.autograd.grad(h, a, row, retain_graph=True)[0] for row in g])

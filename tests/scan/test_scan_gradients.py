@@ -197,6 +197,10 @@ def test_transforms_and_batched_gradients(op):
     each = torch.stack([torch.autograd.grad(y, own, row, retain_graph=True)[0] for row in g])
     both = torch.autograd.grad(y, own, g, is_grads_batched=True)[0]
     torch.testing.assert_close(both, each)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, g[0])
+        tangent = torch.autograd.forward_ad.unpack_dual(fn(dual)).tangent
+    torch.testing.assert_close((tangent * g[1]).sum(), (each[1] * g[0]).sum())
     pulled = torch.func.vjp(fn, x)[1](g[0])[0]
     torch.testing.assert_close(pulled, each[0])
 
