@@ -38,6 +38,11 @@ def several(x, w):
     return y.tanh(), y * w, y @ y.t()
 
 
+def summed_twice(a, x):
+    product = a * x
+    return product.cumsum(1), product.sum(1)
+
+
 # (program, the arguments it takes): x, w is a row, a of x's shape
 PROGRAMS = {
     "plain": (lambda x: x.cumsum(1), "x"),
@@ -66,6 +71,7 @@ PROGRAMS = {
     "flipped_and_not": (lambda x: (x.flip(1).cumsum(1), x.flip(1).cumsum(1).flip(1)), "x"),
     "several_results": (several, "x w"),
     "needed_elsewhere": (lambda x: (x.exp().cumsum(1), x.exp().sum(1)), "x"),
+    "needed_elsewhere_of_two": (summed_twice, "a x"),
     "read_by_a_sum": (lambda x, w: (x.cumsum(1), (x.cumsum(1) * w).sum(1)), "x w"),
     "through_a_view": (lambda x: (x.view(R, N // 4, 4) * 2).reshape(R, N).cumsum(1), "x"),
     "logcumsumexp": (lambda x: x.logcumsumexp(1) - x, "x"),

@@ -104,6 +104,12 @@ def test_a_length_that_torch_can_not_square(launches, decision):
     assert "empty_strided_cuda((3100000000, ), (1, ), torch.int64)" in code.source
 
 
+def test_positions_are_kept_in_as_many_bits_as_the_length_needs():
+    for length, bits in ((2**24, 32), (3_100_000_000, 64)):
+        code = compile_for("h200", lambda x: x.cummax(0), meta(length, dtype=torch.int8))
+        assert f"s1 = t.to(tl.int{bits})" in code.source or not compat_user_kernels.takes_wide()
+
+
 # --- sizes that vary ------------------------------------------------------------------------------
 
 
