@@ -85,7 +85,8 @@ def _meets_reduction(fused: Fused) -> bool:
     for leaf in fused.leaves:
         if leaf.dim == NOWHERE and _comes_of_reduction(leaf.node, fused):
             return True
-    stack, seen = [s.node for s in fused.stored], set()
+    stack: list[Any] = [s.node for s in fused.stored]
+    seen: set[Any] = set()
     while stack and len(seen) < 256:
         for user in stack.pop().users:
             if _reduces_lanes(user, fused):
@@ -98,7 +99,8 @@ def _meets_reduction(fused: Fused) -> bool:
 
 def _comes_of_reduction(node: Any, fused: Fused) -> bool:
     """Whether a value per lane is made of a reduction along the lanes, as far as can be seen."""
-    stack, seen = [node], set()
+    stack: list[Any] = [node]
+    seen: set[Any] = set()
     while stack and len(seen) < 256:
         node = stack.pop()
         if node in seen or node.op != "call_function":
