@@ -1,14 +1,15 @@
 """Scans: cumulative operations and linear recurrences, forward and backward, side by side.
 
-One command, ``python -m benchmarks.scan``. Every column's result is checked in fp64 (a recurrence by
-its own equation), then timed by graph replay with cold L2; CSV, JSON, a table and a plot.
+One command, ``python -m benchmarks.scan``. Every column's result is checked in fp64 (a recurrence
+by its own equation), then timed by graph replay with cold L2; CSV, JSON, a table and a plot.
+``--report`` makes table and plot of the CSV again, and needs no card.
 
 Columns
   ours     inductor_ext.ops.scan and linear_recurrence
   plugin   torch.compile of torch's own spelling, with the plugin
-  compile  the same without it
+  compile  the same without it; not the backward of a recurrence, which is quadratic
   eager    torch's own operation; none for recurrences
-  accel    accelerated-scan's Triton kernel, where it can be imported (time last, fp32)
+  accel    accelerated-scan's scalar kernel, where it can be imported (time last, fp32)
 
 ``percent`` is the least bytes (inputs read once, results written once) at this card's copy speed,
 over the time.
@@ -23,7 +24,7 @@ import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +151,15 @@ def program(case: Case, column: str) -> Callable[..., Any] | None:
         return by_ours(case)
     if column == "eager":
         return None if case.op == "recurrence" else as_written(case)
+    if column == "compile" and (case.op, case.kind) == ("recurrence", "bwd"):
+        return None
     if column == "accel":
-        power = case.shape[-1] & (case.shape[-1] - 1) == 0
-        fits = case.op == "recurrence" and case.dim == len(case.shape) - 1 == 2 and power
-        if not fits or importlib.util.find_spec("accelerated_scan") is None:
+        last = case.dim == len(case.shape) - 1 == 2
+        if case.op != "recurrence" or not last or not importlib.util.find_spec("accelerated_scan"):
             return None
-        from accelerated_scan.triton import scan
+        from accelerated_scan import scalar
 
-        return scan
+        return scalar.scan
     return torch.compile(common.own_code(as_written(case), column), dynamic=False)
 
 
@@ -201,14 +203,18 @@ def measure_column(case: Case, column: str, timer: Any) -> dict[str, Any] | None
     from benchmarks.mhc import leaves_of, times
     from inductor_ext import measure
 
-    fn = program(case, column)
-    if fn is None:
-        return None
     row: dict[str, Any] = {"case": case.name, "kind": case.kind, "column": column}
-    inputs = draw(case)
-    given = torch.randn_like(inputs[0]) if case.kind == "bwd" else None
     try:
-        with inductor_ext.disable("scan", "scan_gradient") if column == "compile" else inductor_ext.enable("scan"):
+        fn = program(case, column)
+        if fn is None:
+            return None
+        inputs = draw(case)
+        given = torch.randn_like(inputs[0]) if case.kind == "bwd" else None
+        with (
+            inductor_ext.disable("scan", "scan_gradient")
+            if column == "compile"
+            else inductor_ext.enable("scan")
+        ):
             if case.kind == "bwd":
                 leaves = leaves_of(inputs)
                 results = torch.autograd.grad(fn(*leaves), leaves, given)
@@ -240,7 +246,11 @@ def warm(job: tuple[Case, str]) -> None:
     if fn is None:
         return
     inputs = draw(case)
-    with inductor_ext.disable("scan", "scan_gradient") if column == "compile" else inductor_ext.enable("scan"):
+    with (
+        inductor_ext.disable("scan", "scan_gradient")
+        if column == "compile"
+        else inductor_ext.enable("scan")
+    ):
         if case.kind == "bwd":
             leaves = leaves_of(inputs)
             torch.autograd.grad(fn(*leaves), leaves, torch.randn_like(inputs[0]))
@@ -248,6 +258,37 @@ def warm(job: tuple[Case, str]) -> None:
             with torch.no_grad():
                 fn(*inputs)
     torch.cuda.synchronize()
+
+
+def report(rows: Sequence[common.Row], out: Path, name: str) -> None:
+    """A table of the rows (printed, and as Markdown) and a plot."""
+    found: dict[tuple[str, str], dict[str, common.Row]] = {}
+    for row in rows:
+        if row.get("check") == "ok" and not math.isnan(common.number(row.get("us"))):
+            found.setdefault((row["case"], row["kind"]), {})[row["column"]] = row
+    columns = [c for c in COLUMNS if any(c in of for of in found.values())]
+    table = []
+    for key, of in found.items():
+        us = {c: common.number(of[c]["us"]) if c in of else math.nan for c in columns}
+        best = common.number(of["ours"]["percent"]) if "ours" in of else math.nan
+        stock = common.ratio(us.get("compile", math.nan), us.get("plugin", math.nan))
+        table.append((*key, *us.values(), best, stock))
+    heads = ["case", "kind", *columns, "% of a copy", "compile/plugin"]
+    common.print_table("us of each column; how near ours is to a copy of the bytes", heads, table)
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for case, kind, *numbers in table:
+        cells = ["-" if math.isnan(x) else f"{x:.3g}" if x < 100 else f"{x:.0f}" for x in numbers]
+        lines.append(f"| {' | '.join([case, kind, *cells])} |")
+    (out / f"{name}_summary.md").write_text("us on one card.\n\n" + "\n".join(lines) + "\n")
+    labels = [f"{case} {kind}" for case, kind in found]
+    times = {c: [row[2 + i] for row in table] for i, c in enumerate(columns)}
+    floor = [row[2 + columns.index("ours")] * row[-2] / 100 for row in table]
+    try:
+        common.plot_panels(
+            out / f"{name}.png", "Scans", [("us", labels, times | {"floor": floor})], 1
+        )
+    except ImportError as error:
+        print(f"no plot: {error}", file=sys.stderr)
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -264,6 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--name", default="scan", help="what the files are called")
     add("--budget-seconds", type=float, help="stop between columns before this is used up")
     add("--prewarm", type=int, default=0, help="compile in this many processes first")
+    add("--report", action="store_true", help="table and plot of the CSV that is there, and stop")
     add("--list", action="store_true", help="print the cases in their order and stop")
     return parser
 
@@ -276,6 +318,10 @@ def main() -> None:
     if args.list:
         for case in cases:
             print(case.name, case.kind)
+        return
+
+    if args.report:
+        report(common.read_csv(args.out / f"{args.name}.csv"), args.out, args.name)
         return
 
     import torch
@@ -304,28 +350,16 @@ def main() -> None:
     meta |= {"ceilings_per_us": dataclasses.asdict(measure.ceilings())}
     timer = Timer(QUICK_REPEATS)
     table = common.CsvFile(args.out / f"{args.name}.csv", FIELDS)
-    us: dict[tuple[str, str], dict[str, float]] = {}
-    percents: dict[tuple[str, str], float] = {}
+    rows = []
     for case, column in budget.take(jobs):
         row = measure_column(case, column, timer)
-        if row is None:
-            continue
-        table.write(row)
-        print(*row.values(), flush=True)
-        if row.get("check") == "ok" and "us" in row:
-            us.setdefault((case.name, case.kind), {})[column] = row["us"]
-            if column == "ours":
-                percents[case.name, case.kind] = row["percent"]
+        if row is not None:
+            rows.append(row)
+            table.write(row)
+            print(*row.values(), flush=True)
     table.close()
     common.write_json(args.out / f"{args.name}.json", meta)
-    common.print_table(
-        "us of each column, and how near ours is to a copy of the bytes",
-        ["case", "kind", *args.columns, "percent"],
-        [
-            (*key, *(times.get(c, math.nan) for c in args.columns), percents.get(key, math.nan))
-            for key, times in us.items()
-        ],
-    )
+    report(rows, args.out, args.name)
 
 
 if __name__ == "__main__":

@@ -538,10 +538,13 @@ def backward_frees_graph() -> bool:
 
 
 def under_functorch() -> bool:
-    """Whether a transform of torch.func (grad, vmap, ...) runs, or batched gradients do; not asked
-    while a program is traced, whose transforms Dynamo takes apart."""
+    """Whether a transform of torch.func (grad, vmap, ...) runs, or batched gradients, or forward
+    mode, in which an operation of ours would lose its tangent without a word; not asked while a
+    program is traced, whose transforms Dynamo takes apart."""
     if torch.compiler.is_compiling():
         return False
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
     # Batched gradients (is_grads_batched) are of an older vmap that is no such interpreter.
     batched = torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
     return batched or torch._C._functorch.peek_interpreter_stack() is not None

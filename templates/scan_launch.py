@@ -120,7 +120,9 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
         time = min(time, _power(length))
         few = max(1, min(_power(lanes), 512 // time))
         warps = max(1, min(warps, few * time // 256))
-        return Tiling(few, time, warps, 0, not (program.reverse and shifted), length > time)
+        # many rows hide by themselves what a program waits for
+        ahead = length > time and (held > 2 or program.reverse or lanes < 8 * ROWS)
+        return Tiling(few, time, warps, 0, not (program.reverse and shifted), ahead)
     if length > SHORT // 4 and -(-lanes // 16) < ROWS:
         wide = min(_power(lanes), 32)
         many = held > 4 or scan_text.words_of(program) > 2

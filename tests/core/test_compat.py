@@ -577,6 +577,7 @@ def test_whether_a_backward_frees_its_graph():
 def test_whether_a_transform_runs():
     find("torch._C._functorch:peek_interpreter_stack")
     find("torch._C:_dispatch_tls_is_dispatch_key_included")
+    find("torch.autograd.forward_ad:_current_level")
     seen = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -586,7 +587,9 @@ def test_whether_a_transform_runs():
     fn(torch.ones(2))
     torch.func.grad(fn)(torch.ones(()))
     torch.func.vmap(fn)(torch.ones(2))
-    assert seen == [False, True, True]
+    with torch.autograd.forward_ad.dual_level():
+        fn(torch.ones(2))
+    assert seen == [False, True, True, True]
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -599,7 +602,7 @@ def test_whether_a_transform_runs():
 
     x = torch.ones((), requires_grad=True)
     (dx,) = torch.autograd.grad(Probe.apply(x), x, torch.ones(2), is_grads_batched=True)
-    assert seen[3] and (dx != 0).all()
+    assert seen[4] and (dx != 0).all()
 
 
 def test_a_kernel_of_ones_own_in_a_graph():

@@ -41,7 +41,7 @@ def test_numbers(**given):
 
 
 @pytest.mark.parametrize("way", KERNELS)
-@settings(max_examples=8, **SETTINGS)
+@settings(max_examples=6, **SETTINGS)
 @DRAWN
 def test_numbers_of_kernels(way, **given):
     check(way, **given)
@@ -59,8 +59,7 @@ def check(way, dtype, shape, dim, reverse, initial, layout):
         return recurrence(a, b, h0, dim, reverse)
 
     with computed(way):
-        found, again = run(ours, tensors, g), run(ours, tensors, g)
-    assert all(map(torch.equal, found, again))
+        found = run(ours, tensors, g)
     truths = run(loop, [t.double() for t in tensors], g.double())
     eagers = run(loop, tensors, g)
     for got, truth, eager in zip(found, truths, eagers, strict=True):
@@ -125,6 +124,11 @@ def test_transforms_and_batched_gradients():
     g = torch.randn(4, 3, 9, dtype=FP64)
     found = torch.vmap(ops.linear_recurrence)(a, b, h0)
     torch.testing.assert_close(found, recurrence(a, b, h0))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(a, b)
+        tangent = torch.autograd.forward_ad.unpack_dual(ops.linear_recurrence(dual, b)).tangent
+    expected = torch.func.jvp(lambda a: recurrence(a, b), (a,), (b,))[1]
+    torch.testing.assert_close(tangent, expected)
     a.requires_grad_()
     h = ops.linear_recurrence(a, b, h0)
     each = torch.stack([torch.autograd.grad(h, a, row, retain_graph=True)[0] for row in g])

@@ -37,6 +37,7 @@ def test_one_scan_each_way(combine, reverse):
     assert (
         "associative_scan_backward" in code.backward and "tl.associative_scan" not in code.backward
     )
+    assert f", 1, {reverse}, [0, 1])" in code.backward  # along the dimension, without flips
     assert f"{T}, {T}" not in code.source
     grads = [torch.randn(2, T, 3) for _ in xs]
     values, found = run_interpreted(code, *xs, grad_outputs=grads)

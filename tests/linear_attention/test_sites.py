@@ -1,0 +1,100 @@
+"""Spellings of causal linear attention with T x T scores, recognised in front of autograd."""
+
+import pytest
+import torch
+
+import inductor_ext
+from inductor_ext.testing import compile_for
+
+pytestmark = pytest.mark.codegen
+B, H, T, K, V = 2, 8, 2048, 64, 32
+OP = "inductor_ext.linear_attention.default("
+
+
+def mask(q):
+    return torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+
+
+SPELLINGS = {
+    "tril": lambda q, k, v: torch.tril(q @ k.transpose(-1, -2)) @ v,
+    "masked_fill": lambda q, k, v: (q @ k.mT * 0.125).masked_fill(~mask(q), 0.0) @ v,
+    "triu": lambda q, k, v: (q @ k.mT).masked_fill(
+        torch.triu(torch.ones(T, T, device=q.device), 1).bool(), 0) @ v,
+    "where": lambda q, k, v: torch.where(mask(q), q @ k.mT / 8, 0.0) @ v,
+    "product": lambda q, k, v: ((q @ k.mT) * mask(q).to(q.dtype)[None, None] * 0.5) @ v,
+    "feature map": lambda q, k, v: torch.tril(
+        (torch.nn.functional.elu(q) + 1) @ (torch.nn.functional.elu(k) + 1).mT) @ v,
+    "flat": lambda q, k, v: torch.tril(torch.bmm(
+        q.flatten(0, 1), k.flatten(0, 1).mT)).bmm(v.flatten(0, 1)),
+    "packed": lambda q, k, v: torch.tril(
+        q.transpose(1, 2).contiguous().transpose(1, 2) @ k.permute(0, 1, 3, 2)) @ v * 0.3,
+}  # fmt: skip
+
+OTHERS = {
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhij,bhjd->bhid", torch.tril(torch.einsum("bhid,bhjd->bhij", q, k)), v),
+    "softmax": lambda q, k, v: torch.softmax(torch.tril(q @ k.mT), -1) @ v,
+    "no mask": lambda q, k, v: (q @ k.mT) @ v,
+    "other diagonal": lambda q, k, v: torch.tril(q @ k.mT, -1) @ v,
+    "the upper triangle": lambda q, k, v: torch.where(mask(q), 0.0, q @ k.mT) @ v,
+    "filled with one": lambda q, k, v: (q @ k.mT).masked_fill(~mask(q), 1.0) @ v,
+    "scores are used": lambda q, k, v: ((s := torch.tril(q @ k.mT)) @ v, s),
+    "wider scores": lambda q, k, v: torch.tril((q @ k.mT).float()).sin().to(q.dtype) @ v,
+    "an unknown mask": lambda q, k, v: (q @ k.mT).masked_fill(q[:1, :1, :, :1] > 0, 0.0) @ v,
+    "few tokens": lambda q, k, v: torch.tril(q[..., :256, :] @ k[..., :256, :].mT)
+    @ v[..., :256, :],
+}  # fmt: skip
+
+
+def meta(*size):
+    return torch.empty(*size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+
+def compiled(fn):
+    with inductor_ext.enable("linear_attention"):
+        return compile_for("h200", fn, meta(B, H, T, K), meta(B, H, T, K), meta(B, H, T, V),
+                           grad=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings(name):
+    code = compiled(SPELLINGS[name])
+    assert code.forward.count(OP) == 1 and "bmm" not in code.forward
+    assert code.backward.count("inductor_ext.linear_attention_backward.default(") == 1
+    (decision,) = [d for d in code.decisions if d.lowering == "linear_attention"]
+    assert decision.fired and f"{T}" in decision.sites
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_left(name):
+    code = compiled(OTHERS[name])
+    assert OP not in code.forward and "bmm" in code.forward
+
+
+def test_waits_to_be_enabled():
+    code = compile_for("h200", SPELLINGS["tril"], meta(B, H, T, K), meta(B, H, T, K),
+                       meta(B, H, T, V))  # fmt: skip
+    assert OP not in code.source
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_numbers(name, monkeypatch):
+    """The edited graph computes what the program does, on the CPU."""
+    from inductor_ext.lowerings import linear_attention as lowering
+
+    monkeypatch.setattr(lowering, "LEAST_BYTES", 0)
+    monkeypatch.setattr(lowering.compat_fx, "writes_triton", lambda device: True)
+    make = torch.Generator().manual_seed(0)
+    args = [torch.randn(1, 1, T, n, generator=make) for n in (4, 4, 3)]
+    edited = []
+
+    def backend(graph, _):
+        lowering.rewrite(graph.graph)
+        graph.recompile()
+        edited.append(OP in str(graph.code).replace("torch.ops.", ""))
+        return graph.forward
+
+    torch._dynamo.reset()
+    fn = SPELLINGS[name]
+    out, right = torch.compile(fn, backend=backend)(*args), fn(*(t.double() for t in args))
+    assert edited == [True] and (out - right).norm() <= 1e-5 * right.norm()

@@ -1,0 +1,100 @@
+"""Every way in which a scan's kernel is laid out, and what its programs leave for the next call."""
+
+import pytest
+import torch
+from inductor_ext.templates import scan_forms, scan_launch, scan_text
+from inductor_ext.templates.scan_launch import Tiling
+from inductor_ext.templates.scan_program import Input, Program
+
+from inductor_ext.testing import launches_interpreted
+
+FP32, INT64 = torch.float32, torch.int64
+WAYS = {
+    "one tile": Tiling(2, 64, 1),
+    "looped": Tiling(2, 8, 1),
+    "looped, loaded ahead": Tiling(4, 8, 1, 0, True, True),
+    "looped, by addresses, ahead": Tiling(2, 4, 1, 0, False, True),
+    "shared": Tiling(2, 4, 1, 2),
+    "shared, by addresses": Tiling(1, 2, 1, 2, False),
+    "shared, groups of 3": Tiling(2, 2, 1, 3),
+}
+
+
+def program(name, dtype, reverse=False):
+    form = scan_forms.form(name, dtype)
+    kind = scan_text.TYPES[form.states[0]]
+    if name == "affine":
+        produce = f"s0 = x0.to(tl.{kind})\ns1 = x1.to(tl.{kind})"
+        inputs, outputs, consume = (Input(dtype),) * 2, (dtype,), "y0 = s1"
+    else:
+        produce = f"v = x0.to(tl.{kind})\n{form.lift}"
+        inputs, outputs, consume = (Input(dtype),), (dtype,), "y0 = s0"
+    if name == "cummax":
+        outputs, consume = (dtype, INT64), "y0 = s0\ny1 = s1"
+    return Program(inputs, outputs, form.states, produce, form.combine, consume, reverse)
+
+
+def run(scan, inputs, dim, tile):
+    outputs = [torch.empty(inputs[0].shape, dtype=dtype) for dtype in scan.outputs]
+    with launches_interpreted(scan_launch):
+        scan_launch.launch(scan, inputs, outputs, dim, tile)
+    return outputs
+
+
+def recurrence(a, b, dim):
+    h, rows = torch.zeros_like(a.select(dim, 0)), []
+    for x, y in zip(a.unbind(dim), b.unbind(dim), strict=True):
+        h = x * h + y
+        rows.append(h)
+    return torch.stack(rows, dim)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "reverse"),
+    [((2, 19), 1, False), ((2, 18), 1, True), ((19, 3), 0, True), ((2, 9, 2), 1, False)],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_layouts_agree_with_torch(way, shape, dim, reverse):
+    turned = (lambda x: x.flip(dim)) if reverse else (lambda x: x)
+    x, a = torch.randint(-9, 9, shape), torch.randint(0, 3, shape).double()
+    (got,) = run(program("sum", INT64, reverse), [x], dim, WAYS[way])
+    assert torch.equal(got, turned(turned(x).cumsum(dim)))
+    (got,) = run(program("affine", torch.float64, reverse), [a, x.double()], dim, WAYS[way])
+    torch.testing.assert_close(got, turned(recurrence(turned(a), turned(x.double()), dim)))
+    values, positions = run(program("cummax", FP32, reverse), [x.float()], dim, WAYS[way])
+    expected = torch.cummax(turned(x.float()), dim)
+    assert torch.equal(values, turned(expected.values))
+    assert torch.equal(positions, turned(expected.indices))  # counted along the scan
+
+
+def test_a_workspace_serves_call_after_call(monkeypatch):
+    words = torch.zeros(4096, dtype=INT64)
+    monkeypatch.setattr(scan_launch, "workspace", lambda device, count: words[:count])
+    for length, lanes, tile in ((40, 2, 2), (9, 3, 4), (40, 2, 2), (33, 1, 2), (33, 1, 2)):
+        x = torch.randint(-9, 9, (lanes, length))
+        (got,) = run(program("sum", INT64), [x], 1, Tiling(1, tile, 1, 2))
+        assert torch.equal(got, x.cumsum(1))
+    assert words[17] == 5  # calls
+
+
+def test_bits_of_a_total_are_kept():
+    x = torch.tensor([float("nan"), -0.0, 1e-45, float("inf"), -1.0, 2.0, 3.0]).view(1, -1)
+    first = Program((Input(FP32),), (FP32,), ("fp32",), "s0 = x0", "r0 = a0", "y0 = s0")
+    for value in x[0].tolist():
+        x[0, 0] = value  # carried through all tiles as the state of those in front
+        (got,) = run(first, [x], 1, Tiling(1, 2, 1, 2))
+        assert torch.equal(got.view(torch.int32), x[:, :1].view(torch.int32).expand(1, 7))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_nothing_to_scan(shape):
+    (got,) = run(program("sum", FP32), [torch.empty(shape)], 0, None)
+    assert got.shape == shape
+
+
+def test_what_tensors_walk_alike_is_one_dimension():
+    x = torch.empty(4, 6, 50, 8)
+    laid = scan_launch.plan(program("sum", FP32), x.shape, [x.stride()], [x.stride()], 2)
+    assert laid.arguments["lanes"] == 4 * 6 * 8 and "n2" not in laid.arguments
+    rows = scan_launch.plan(program("sum", FP32), x.shape, [x.stride()], [x.stride()], 3)
+    assert rows.arguments["lanes"] == 4 * 6 * 50 and "n1" not in rows.arguments
