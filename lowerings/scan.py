@@ -1,9 +1,10 @@
 """Scans as one kernel each, with what is pointwise around them, where stock does worse.
 
-Stock scans rows that are many at the speed of memory, and fuses as well; those are left. It cuts
-a few long scans in tiles that wait for one another, walks columns one by one, hands (value, index)
-pairs to ATen, never cuts a scan of several leaves, and turns tensors around by kernels of their
-own: there the scan, its pointwise neighbours and its flips become one Triton kernel of the graph.
+Stock scans short rows at the speed of memory, and fuses as well; those are left. It loops over
+longer ones, cuts a few long scans in tiles that wait for one another, walks columns one by one,
+hands (value, index) pairs to ATen, never cuts a scan of several leaves, and turns tensors around by
+kernels of their own: there the scan, its pointwise neighbours and its flips become one Triton
+kernel of the graph.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from inductor_ext.lowerings import scan_sites
+from inductor_ext.lowerings import scan_rule, scan_sites
 from inductor_ext.lowerings.scan_members import Site
 from inductor_ext.lowerings.scan_places import Step, thawed
-from inductor_ext.lowerings.scan_region import CanNotFuse, Fused, fuse, size_of
+from inductor_ext.lowerings.scan_region import CanNotFuse, Fused, fuse
+from inductor_ext.lowerings.scan_rule import Left
 from inductor_ext.lowerings.scan_statements import Leaf
 from inductor_ext.templates import scan_launch
 
@@ -37,69 +39,17 @@ from inductor_ext.editing import Editor, Numbers, value
 aten = torch.ops.aten
 NAME = "scan"
 
-# Fewer elements take less time than a launch does; stock may fuse more then.
-LEAST_ELEMENTS = 100_000
-# Where Inductor cuts a scan: torch's ir.Scan.num_splits and choices.reduction_split_factor, for 132
-# multiprocessors. Scans beside each other from which on it does not, along rows and else:
-MANY_ROWS, MANY_COLUMNS = 2 * 132, 64 * 132
-# Lengths up to which it does not, along rows and, in scans of fewer elements, else:
-SHORT_ROW, SHORT_COLUMN, FEW_ELEMENTS = 8192, 128, 32 * 132 * 2048
-
-
-class _Left(Exception):
-    """Why a scan is left to stock."""
-
-
-def _stock_cuts(length: int, lanes: int, along_rows: bool) -> bool:
-    """Whether stock cuts a scan among programs (if it can)."""
-    if along_rows:
-        return lanes < MANY_ROWS and length > SHORT_ROW
-    if lanes >= MANY_COLUMNS or length <= 32:
-        return False
-    return length * lanes >= FEW_ELEMENTS or length > SHORT_COLUMN
-
-
-def _along_rows(fused: Fused) -> bool:
-    """Whether neighbours in memory are neighbours along the scan."""
-    length = value(fused.site.inputs[0]).shape[fused.site.dim]
-    if editing.same_size(value(fused.site.inputs[0]).numel(), length):
-        return True
-    return compat.expr(value(fused.site.inputs[0]).stride(fused.site.dim)) == 1
-
-
-def _why(fused: Fused) -> str:
-    """The reason to fire. Raises _Left with one not to."""
-    site = fused.site
-    total = size_of(site.inputs[0])
-    length = compat.hint(compat.expr(site.shape[site.dim]))
-    if scan_sites.is_own(site.node) and site.what != "associative_scan":
-        return "an operation of this package"
-    if scan_sites.is_beyond_stock(site.node):
-        return "stock can't lower its combine function here"
-    if total < LEAST_ELEMENTS:
-        raise _Left(f"{total} elements are fewer than {LEAST_ELEMENTS}")
-    if fused.flips:
-        return "stock turns the tensor around by a kernel of its own"
-    rows = _along_rows(fused)
-    if not _stock_cuts(length, total // length, rows):
-        raise _Left(f"stock scans {total // length} lanes of {length} at the speed of memory")
-    if scan_sites.is_recurrence(site):
-        return "one scan instead of two, which neither under- nor overflows"
-    if len(site.program.states) > 1 and site.what != "logcumsumexp":
-        return "stock never cuts a scan of several values"
-    return "stock cuts the scan" if rows else "stock walks the columns one by one"
-
 
 def _check(site: Site) -> None:
     """Raise where no kernel is written whatever it brings."""
     tensors = [value(n) for n in site.inputs]
     if not compat_fx.writes_triton(tensors[0].device):
-        raise _Left("not Triton code for CUDA")
+        raise Left("not Triton code for CUDA")
     sizes = [compat.expr(s) for t in tensors for s in t.shape]
     if compat.has_unbacked(sizes):
-        raise _Left("a size depends on data")
+        raise Left("a size depends on data")
     if any(isinstance(s, int) and s == 0 for s in site.shape):
-        raise _Left("there is nothing to scan")
+        raise Left("there is nothing to scan")
 
 
 def _label(site: Site) -> str:
@@ -264,9 +214,9 @@ def rewrite(graph: Any) -> None:
             here = _label(site)
             _check(site)
             fused = fuse(site)
-            why = f"forced to {forced}" if forced is not None else _why(fused)
+            why = f"forced to {forced}" if forced is not None else scan_rule.why(fused)
             _Emitter(graph, fused).emit()
-        except (scan_sites.NoSite, CanNotFuse, _Left) as reason:
+        except (scan_sites.NoSite, CanNotFuse, Left) as reason:
             choosing.leave(NAME, here, str(reason))
         else:
             source = "heuristic" if forced is None else "forced"

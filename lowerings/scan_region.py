@@ -159,7 +159,7 @@ class _Builder:
             raise NoPlace
         if not scan_operations.is_known_dtype(tensor.dtype):
             raise NoPlace
-        leaf = Leaf(node, place.steps, 0 if place.dim == NOWHERE else shift)
+        leaf = Leaf(node, place.steps, 0 if place.dim == NOWHERE else shift, dim=place.dim)
         if len(self.leaves) >= MOST_INPUTS and leaf not in self.leaves:
             raise NoPlace
         return text.leaf(leaf)

@@ -14,12 +14,14 @@ from inductor_ext.editing import value
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor that the kernel reads: a node, seen through ``steps``."""
+    """A tensor that the kernel reads: a node, seen through ``steps``; ``dim`` is the scanned
+    dimension in it, as in ``Place``."""
 
     node: Any
     steps: tuple[Step, ...]
     shift: int = 0
     fill: str = "0"
+    dim: int | None = dataclasses.field(default=None, compare=False)
 
 
 class Statements:

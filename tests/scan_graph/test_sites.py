@@ -27,14 +27,21 @@ def sums(dim):
 
 
 CUT, COLUMNS = "stock cuts the scan", "stock walks the columns one by one"
-PAIR = "stock never cuts a scan of several values"
+PAIR = "stock is at half the speed of memory at best with several values"
+LOOP = "stock loops over rows at 70% of the speed of memory"
 TAKEN = {
     "one_long": (sums(0), (2**24,), CUT),
     "few_rows": (sums(1), (256, 262144), CUT),
     "few_columns": (sums(0), (2**20, 8), COLUMNS),
     "columns": (sums(0), (65536, 128), COLUMNS),
     "middle": (sums(1), (8, 4096, 256), COLUMNS),
+    "long_rows": (sums(1), (8192, 4096), LOOP),
     "long_pair": (lambda x: x.cummax(0), (2**24,), PAIR),
+    "rows_of_pairs": (lambda x: x.cummax(1), (4096, 16384), PAIR),
+    "logcumsumexp": (lambda x: x.logcumsumexp(1), (4096, 16384), PAIR),
+    "columns_of_pairs": (lambda x: x.cummax(0), (256, 16384), PAIR),
+    # Stock cuts it, and what is cut fuses with no reduction.
+    "few_rows_of_probabilities": (lambda x: x.softmax(1).cumsum(1), (64, 128_256), CUT),
     "reverse_rows": (
         lambda x: x.flip(1).cumsum(1).flip(1),
         (8192, 4096),
@@ -42,12 +49,16 @@ TAKEN = {
     ),
 }
 FAST = "at the speed of memory"
+SWEEP = "in one sweep with a reduction over the same entries"
 LEFT = {
     "many_short_rows": (sums(1), (2**20, 128), f"1048576 lanes of 128 {FAST}"),
-    "many_rows": (sums(1), (8192, 4096), f"8192 lanes of 4096 {FAST}"),
-    "short_rows": (sums(1), (64, 4096), f"64 lanes of 4096 {FAST}"),
+    "short_rows": (sums(1), (128, 1024), f"128 lanes of 1024 {FAST}"),
     "many_columns": (sums(0), (1024, 16384), f"16384 lanes of 1024 {FAST}"),
     "rows_of_pairs": (lambda x: x.cummax(1), (1024, 1024), FAST),
+    "short_columns_of_pairs": (lambda x: x.cummax(0), (128, 16384), FAST),
+    "probabilities": (lambda x: x.softmax(1).cumsum(1), (2048, 8192), SWEEP),
+    "normalised": (lambda x: (x * x.square().mean(1, True).rsqrt()).cumsum(1), (512, 8192), SWEEP),
+    "summed": (lambda x: x.cumsum(1).tanh().sum(1), (4096, 8192), SWEEP),
     "small": (sums(0), (4096,), "4096 elements are fewer than 100000"),
     "empty": (sums(0), (0,), "nothing to scan"),
     "one": (sums(0), (1,), "1 elements are fewer"),
@@ -75,10 +86,17 @@ def test_left(name, decision):
     assert reason in found.reason
 
 
-def test_several_leaves_are_taken_where_stock_would_cut_one(decision):
-    long, wide = meta(4, 2**20), meta(512, 65536)
-    assert decision(compile_for("h200", recurrence, long, long)).reason.startswith(PAIR)
-    assert FAST in decision(compile_for("h200", recurrence, wide, wide)).reason
+def test_several_leaves_are_taken_unless_they_are_short(decision):
+    for shape in ((4, 2**20), (512, 65536), (8192, 2048)):
+        a = meta(*shape)
+        assert decision(compile_for("h200", recurrence, a, a)).reason.startswith(PAIR)
+    short = meta(8192, 1024)
+    assert FAST in decision(compile_for("h200", recurrence, short, short)).reason
+
+
+def test_a_reduction_over_other_entries_does_not_matter(decision):
+    fn = lambda x: (x * x.mean(0)).cumsum(1).sum(0)  # noqa: E731
+    assert decision(compile_for("h200", fn, meta(4096, 8192))).reason.startswith(LOOP)
 
 
 def test_a_combine_function_without_translation_is_left(decision):
