@@ -239,7 +239,7 @@ def rewrite(graph: Any) -> None:
         seen = shadow.trace(graph)
     except shadow.NotFollowed:
         return
-    found = []
+    found: list[Replacement] = []
     for node in seen.graph.nodes:
         if node.target is not aten.bmm.default:
             continue
