@@ -623,6 +623,9 @@ def test_a_kernel_of_ones_own_in_a_graph():
     division = find("torch.utils._sympy.functions:FloorDiv")(a, b)
     assert compat_user_kernels.is_floor_division(division) and division.args == (a, b)
     assert not compat_user_kernels.is_floor_division(a * b)
+    largest = find("torch.utils._sympy.functions:Max")(1, a - b)
+    assert compat_user_kernels.is_maximum(largest) and set(largest.args) == {1, a - b}
+    assert not compat_user_kernels.is_maximum(a - b)
 
 
 def test_scans_of_torch():
