@@ -578,6 +578,8 @@ def test_whether_a_transform_runs():
     find("torch._C._functorch:peek_interpreter_stack")
     find("torch._C:_dispatch_tls_is_dispatch_key_included")
     find("torch.autograd.forward_ad:_current_level")
+    find("torch._functorch.pyfunctorch:retrieve_all_functorch_interpreters")
+    find("torch._functorch.pyfunctorch:TransformType.Vmap")
     seen = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
