@@ -537,10 +537,22 @@ def backward_frees_graph() -> bool:
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+@torch.compiler.assume_constant_result
+def _derives_while_traced() -> bool:
+    """Whether Dynamo is inside a transform that differentiates; it guards on those around it."""
+    from torch._functorch.pyfunctorch import TransformType, retrieve_all_functorch_interpreters
+
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return any(i.key() != TransformType.Vmap for i in retrieve_all_functorch_interpreters())
+
+
 def under_functorch() -> bool:
     """Whether a transform of torch.func (grad, vmap, ...) runs, or batched gradients, or forward
-    mode, in which an operation of ours would lose its tangent without a word; not asked while a
-    program is traced, whose transforms Dynamo takes apart."""
+    mode, in which an operation of ours would lose its tangent without a word. In a program that
+    is traced only derivatives count: Dynamo takes vmap apart."""
+    if torch.compiler.is_dynamo_compiling():
+        return _derives_while_traced()
     if torch.compiler.is_compiling():
         return False
     if torch.autograd.forward_ad._current_level >= 0:

@@ -44,3 +44,10 @@ def is_floor_division(expr: Any) -> bool:
     from torch.utils._sympy.functions import FloorDiv
 
     return isinstance(expr, FloorDiv)
+
+
+def is_maximum(expr: Any) -> bool:
+    """Whether a size expression is the largest of its arguments, as strides of what is cut are."""
+    from torch.utils._sympy.functions import Max
+
+    return isinstance(expr, Max)

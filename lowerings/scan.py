@@ -86,6 +86,8 @@ class _Emitter:
             op = operator.mul if expr.is_Mul else operator.add
         elif compat_user_kernels.is_floor_division(expr):
             op = operator.floordiv
+        elif compat_user_kernels.is_maximum(expr):
+            op = torch.sym_max
         else:
             raise CanNotFuse(f"the size {expr} is not made of sizes in the graph")
         total, *others = (self.size(part) for part in parts)

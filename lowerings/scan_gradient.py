@@ -111,6 +111,9 @@ def _text(graph: Any, scan: Any, xs: Sequence[Any]) -> str:
     leaves = [value_of(x) for x in xs]
     if any(leaf.dtype.is_complex for leaf in leaves):
         raise texts.NotPointwise("it has a complex leaf")
+    for node in function.graph.nodes:
+        if _cuts_gradients(node.target):
+            raise texts.NotPointwise(f"its combine function has a gradient of its own ({node})")
     lifted = function.graph.find_nodes(op="placeholder")[2 * len(xs) :]
     read = next((n for n in lifted if n.users), None)
     if read is not None:
@@ -119,6 +122,16 @@ def _text(graph: Any, scan: Any, xs: Sequence[Any]) -> str:
     text = texts.write(lambda *args: list(function(*args, *others)), [leaf[0] for leaf in leaves])
     texts.jacobian(text, tuple(texts.wide(leaf.dtype) for leaf in leaves))
     return text
+
+
+def _cuts_gradients(target: Any) -> bool:
+    """Whether a node's gradient may be another than that of what it computes."""
+    detaches = target in ("detach", "detach_", torch.detach, torch.Tensor.detach)
+    return (
+        detaches
+        or compat_pre_grad.sets_gradients(target)
+        or compat_pre_grad.is_higher_order(target)
+    )
 
 
 def _refuse(graph: Any, scan: Any, reason: str) -> None:

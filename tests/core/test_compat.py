@@ -578,6 +578,8 @@ def test_whether_a_transform_runs():
     find("torch._C._functorch:peek_interpreter_stack")
     find("torch._C:_dispatch_tls_is_dispatch_key_included")
     find("torch.autograd.forward_ad:_current_level")
+    find("torch._functorch.pyfunctorch:retrieve_all_functorch_interpreters")
+    find("torch._functorch.pyfunctorch:TransformType.Vmap")
     seen = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -623,6 +625,9 @@ def test_a_kernel_of_ones_own_in_a_graph():
     division = find("torch.utils._sympy.functions:FloorDiv")(a, b)
     assert compat_user_kernels.is_floor_division(division) and division.args == (a, b)
     assert not compat_user_kernels.is_floor_division(a * b)
+    largest = find("torch.utils._sympy.functions:Max")(1, a - b)
+    assert compat_user_kernels.is_maximum(largest) and set(largest.args) == {1, a - b}
+    assert not compat_user_kernels.is_maximum(a - b)
 
 
 def test_scans_of_torch():

@@ -65,3 +65,25 @@ def test_one_program_for_all_lengths():
         for mine, theirs in zip(*results, strict=True):
             torch.testing.assert_close(mine, theirs)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: ops.scan(x, "prod"), lambda x: ops.linear_recurrence(x, x)]
+)
+def test_derivatives_inside_a_compiled_function(fn):
+    """An operation would lose its tangent without a word; outside of a transform it is kept."""
+
+    def both(x):
+        slope = torch.func.grad(lambda x: fn(x).sin().sum())(x)
+        return torch.func.jvp(fn, (x,), (torch.ones_like(x),))[1], slope, fn(x)
+
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    x = drawn(3, 5).detach()
+    got = torch.compile(both, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(got, both(x))
+    assert sum("inductor_ext" in str(n.target) for n in graphs[0].graph.nodes) == 1

@@ -158,6 +158,14 @@ def test_leaves_of_several_shapes_are_rejected(differentiable):
         fn(*xs)
 
 
+def test_a_combine_function_that_detaches_has_no_gradient():
+    def combine(a0, h0, a1, h1):
+        return a0 * a1, a1.detach() * h0 + h1
+
+    with pytest.raises(Exception, match=UNKNOWN + "its combine function has a gradient of its own"):
+        compiled_gradients(lambda a, b: c.scan(combine, (a, b))[1].sum(), c.leaves(2, 5, 3))
+
+
 @pytest.mark.skipif(TORCH < (2, 15), reason="torch itself refuses")
 def test_tensors_from_outside_have_no_gradient():
     xs, outside = c.leaves(2, 5, 3), torch.rand(3, dtype=torch.float64)

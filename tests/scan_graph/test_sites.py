@@ -139,6 +139,7 @@ def test_positions_are_kept_in_as_many_bits_as_the_length_needs():
         lambda x: x.t().cumsum(0).t().unsqueeze(0) + 1,
         lambda x: torch.nn.functional.pad(x.cumsum(1)[:, :-1], (1, 0)),
         lambda x: (x * x[0]).cumsum(0),
+        lambda x: x[:, 1:].cumsum(1) * 2,
     ],
 )
 def test_one_program_for_all_sizes(fn, forced, launches, run):
