@@ -10,7 +10,7 @@ from inductor_ext import measure, ops
 from inductor_ext.ops import _linear_attention_composed as composed
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "linear_attention"))
-import reference
+import linear_attention_reference as reference
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,7 +1,7 @@
 """The kernels of linear attention in the interpreter, against the recurrence in fp64."""
 
+import linear_attention_reference as reference
 import pytest
-import reference
 import torch
 
 from inductor_ext import measure, ops

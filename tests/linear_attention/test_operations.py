@@ -1,7 +1,7 @@
 """Linear attention as an operation: fallbacks, compiled programs, transforms, and bad input."""
 
+import linear_attention_reference as reference
 import pytest
-import reference
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 

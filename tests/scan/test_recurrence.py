@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import KERNELS, computed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scan_reference import BF16, FP16, FP32, FP64, LAYOUTS, SETTINGS, laid_out, numbers, recurrence
+from scan_ways import KERNELS, computed
 
 from inductor_ext import measure, ops
 

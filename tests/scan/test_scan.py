@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from conftest import KERNELS, computed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scan_reference import (
@@ -22,6 +21,7 @@ from scan_reference import (
     segments_of,
     sized,
 )
+from scan_ways import KERNELS, computed
 
 from inductor_ext import measure, ops
 
