@@ -195,12 +195,29 @@ def error(case: Case, results: tuple[Any, ...], inputs: list[Any], given: Any) -
     return (off.double().norm() / truth.double().norm()).item()
 
 
+def _plugin(column: str) -> Any:
+    """The plugin as the column has it."""
+    import inductor_ext
+
+    off = column == "compile"
+    return inductor_ext.disable("scan", "scan_gradient") if off else inductor_ext.enable("scan")
+
+
+def _results(case: Case, fn: Callable[..., Any], inputs: list[Any], given: Any) -> Any:
+    """What the case's kind computes."""
+
+    from benchmarks.mhc import gradients, leaves_of, without_grad
+
+    if case.kind == "bwd":
+        return gradients(fn, leaves_of(inputs), [given])
+    return without_grad(fn)(*inputs)
+
+
 def measure_column(case: Case, column: str, timer: Any) -> dict[str, Any] | None:
     """A CSV row; None where the column has no such program."""
     import torch
 
-    import inductor_ext
-    from benchmarks.mhc import leaves_of, times
+    from benchmarks.mhc import times
     from inductor_ext import measure
 
     row: dict[str, Any] = {"case": case.name, "kind": case.kind, "column": column}
@@ -210,17 +227,8 @@ def measure_column(case: Case, column: str, timer: Any) -> dict[str, Any] | None
             return None
         inputs = draw(case)
         given = torch.randn_like(inputs[0]) if case.kind == "bwd" else None
-        with (
-            inductor_ext.disable("scan", "scan_gradient")
-            if column == "compile"
-            else inductor_ext.enable("scan")
-        ):
-            if case.kind == "bwd":
-                leaves = leaves_of(inputs)
-                results = torch.autograd.grad(fn(*leaves), leaves, given)
-            else:
-                with torch.no_grad():
-                    results = fn(*inputs)
+        with _plugin(column):
+            results = _results(case, fn, inputs, given)
             results = results if isinstance(results, tuple) else (results,)
             row["error"] = error(case, results, inputs, given)
             row["check"] = "ok" if row["error"] <= LARGEST_ERROR[case.dtype] else "wrong"
@@ -238,25 +246,13 @@ def warm(job: tuple[Case, str]) -> None:
     """Compile what a column needs, for the caches on disk."""
     import torch
 
-    import inductor_ext
-    from benchmarks.mhc import leaves_of
-
     case, column = job
     fn = program(case, column)
     if fn is None:
         return
     inputs = draw(case)
-    with (
-        inductor_ext.disable("scan", "scan_gradient")
-        if column == "compile"
-        else inductor_ext.enable("scan")
-    ):
-        if case.kind == "bwd":
-            leaves = leaves_of(inputs)
-            torch.autograd.grad(fn(*leaves), leaves, torch.randn_like(inputs[0]))
-        else:
-            with torch.no_grad():
-                fn(*inputs)
+    with _plugin(column):
+        _results(case, fn, inputs, torch.randn_like(inputs[0]))
     torch.cuda.synchronize()
 
 

@@ -29,7 +29,7 @@ GROUP = 85  # tiles that are one group; three levels of them are one window of 2
 class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
     0 where a program scans all of its lanes. ``ascending``: a reversed scan turns a tile around
-    in registers, else in its addresses."""
+    in registers, else in its addresses. ``ahead``: who goes from tile to tile loads one early."""
 
     lanes: int
     time: int
