@@ -3,7 +3,8 @@
 import math
 
 import torch
-from hypothesis import HealthCheck, Phase
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import strategies as st
 
 OPS = ("sum", "prod", "max", "min", "logsumexp")
 PAIRS = ("cummax", "cummin")
@@ -164,3 +165,17 @@ def along(flags, dim, shape):
     view = [1] * len(shape)
     view[dim] = flags.shape[0]
     return flags.reshape(view).expand(shape)
+
+
+def drawn(dtypes, dims):
+    """A decorator: what can be asked of a scan of these dtypes along these dimensions."""
+    return given(
+        op=st.sampled_from((*OPS, *PAIRS)),
+        dtype=st.sampled_from(dtypes),
+        n=st.sampled_from((0, 1, 2, 7, 25)),
+        dim=st.sampled_from(dims),
+        reverse=st.booleans(),
+        exclusive=st.booleans(),
+        segments=st.sampled_from(("none", "flags", "offsets", "broadcast")),
+        layout=st.sampled_from(LAYOUTS),
+    )
