@@ -1,0 +1,69 @@
+"""What one attention kernel computes around its two products, as data.
+
+    r[q, k] = score(s[q, k]),  s = q k^T in fp32        kept where ``keep``
+    out = softmax over k of r, times v;                 lse = log of the sum of exp(r)
+
+The texts are Triton statements of fp32 tiles [M, N] (query rows x key columns). They see ``tl``,
+``libdevice``, ``s``, the scalars ``b`` and ``h`` (batch, query head), ``q`` and ``k`` (int32 row
+and column numbers, [M, 1] and [1, N], or transposed, or either order of a tile: values are
+broadcast), ``rows`` and ``columns`` (Sq, Sk), the numbers ``n0, n1, ...`` and the inputs' values
+``x0, x1, ...`` there, as stored, not yet widened. Names of their own begin with ``tmp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor [B, H, Sq, Sk] that the score reads; ``axes`` are those of "bhqk" that it varies
+    along: along the others it is broadcast, and has a stride of 0."""
+
+    dtype: torch.dtype
+    axes: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """Keys that query rows ``q0`` to ``q1`` (inclusive) may keep, as Triton expressions of the
+    scalars ``q0, q1, rows, columns, n0, ...``: [lo, hi), and [full_lo, full_hi) inside it where
+    every row keeps every key. Not clamped to [0, columns), and may be empty.
+    With rows and columns exchanged (``Program.column_spans``) the scalars are ``k0, k1``."""
+
+    lo: str
+    hi: str
+    full_lo: str
+    full_hi: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """``scale``: where the score is nothing but scale * s, that factor; else None.
+    ``score``: statements that assign ``r``, the score in units of log 2 (times LOG2E), of ``s``.
+    ``keep``: statements that assign ``keep`` (int1), or "" where everything is kept.
+    ``row_spans``: disjoint spans of keys in ascending order for a tile of rows; ``column_spans``
+    the same of rows for a tile of keys. Outside of them nothing is kept.
+    ``documents``: the numbers of two inputs (one along q, one along k, of whole numbers) whose
+    values must be equal for a pair to be kept, or None: tiles of other documents are skipped.
+    ``gradient``: statements that assign ``ds``, the gradient for ``s``, of ``g``, that for the
+    score in natural units, and all that ``score`` sees; and ``d0``, ``d2``, ... for each input
+    of ``differentiable``, per pair, fp32, of the shape of a tile or narrower.
+    ``empty``: what a row that keeps nothing gives, "zero" or "nan"; its lse is -inf.
+    """
+
+    inputs: tuple[Input, ...] = ()
+    numbers: int = 0
+    scale: float | None = None
+    score: str = ""
+    keep: str = ""
+    row_spans: tuple[Span, ...] = (Span("0", "columns", "0", "columns"),)
+    column_spans: tuple[Span, ...] = (Span("0", "rows", "0", "rows"),)
+    documents: tuple[int, int] | None = None
+    gradient: str = ""
+    differentiable: tuple[int, ...] = ()
+    empty: str = "zero"
