@@ -125,7 +125,8 @@ def run_in_pool(
             if future.exception() is None:
                 results[futures[future]] = future.result()
     except concurrent.futures.TimeoutError:
-        pass
+        for process in multiprocessing.active_children():
+            process.terminate()  # what is still running may go on for minutes
     finally:
         pool.shutdown(cancel_futures=True)
         if before is None:

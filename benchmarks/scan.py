@@ -331,16 +331,9 @@ def main() -> None:
         sys.exit(str(failure))
     jobs = list(itertools.product(cases, args.columns))
     if args.prewarm:
-        import multiprocessing
-        from concurrent.futures import ProcessPoolExecutor, as_completed
-
-        from tqdm import tqdm
-
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(args.prewarm, context) as pool:
-            waiting = [pool.submit(warm, job) for job in jobs if job[1] not in ("eager", "accel")]
-            for done in tqdm(as_completed(waiting), "compiling", len(waiting)):
-                done.exception()  # the measurement says what failed
+        left = budget.left()
+        tasks = [(job,) for job in jobs if job[1] not in ("eager", "accel")]
+        common.run_in_pool(warm, tasks, args.prewarm, None if left is None else left / 2)
     torch.manual_seed(0)
     meta = common.metadata("benchmarks.scan")
     meta |= {"ceilings_per_us": dataclasses.asdict(measure.ceilings())}
