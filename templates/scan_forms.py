@@ -49,11 +49,11 @@ r1 = tl.where(take, b1, a1)"""
 
 # exp(s0) * (1 + s1): the largest term stays out of the sum, so that what little the others add to
 # it is kept, and one exponential serves two states
-_LOGSUMEXP = """near = tl.where(a0 == b0, 1.0, tl.exp(-tl.abs(a0 - b0)))
+PAIRS = """near = tl.where(a0 == b0, 1.0, tl.exp(-tl.abs(a0 - b0)))
 later = b0 > a0
 r0 = tl.maximum(a0, b0, propagate_nan=tl.PropagateNan.ALL)
 r1 = tl.where(later, b1 + (1.0 + a1) * near, a1 + (1.0 + b1) * near)"""
-# the logarithm of a state of _LOGSUMEXP
+# the logarithm of a state of PAIRS
 LOGARITHM = "s0 + libdevice.log1p(s1)"
 
 _AFFINE = """r0 = a0 * b0
@@ -78,7 +78,7 @@ def form(name: str, dtype: torch.dtype, wide: bool = True) -> Form:
         sign = ">=" if name == "cummax" else "<="
         return Form((kind, index), _PAIR.format(sign=sign), f"s0 = v\ns1 = t.to(tl.{index})")
     if name == "logsumexp":
-        return Form((kind, kind), _LOGSUMEXP, "s0 = v\ns1 = tl.zeros_like(v)")
+        return Form((kind, kind), PAIRS, "s0 = v\ns1 = tl.zeros_like(v)")
     if name == "affine":
         return Form((kind, kind), _AFFINE, "")
     raise ValueError(f"expected a scan with a name, not {name!r}")

@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from . import scan
+from . import scan, scan_logsumexp
 from .scan_program import Program
 
 try:
@@ -228,13 +228,31 @@ def _loads(program: Program, layout: Layout, to: str = "x") -> str:
     return "\n".join(lines)
 
 
-def _states(program: Program, layout: Layout) -> str:
-    """From a tile's inputs to its scanned states, of the tile alone."""
+def _states(program: Program) -> str:
+    """From a tile's inputs to its states."""
     lines = [program.produce]
     for i, kind in enumerate(program.states):
         lines.append(f"s{i} = tl.broadcast_to(s{i}.to(tl.{TYPES[kind]}), inside.shape)")
-    lines.append(_scanned(program, layout.along, program.reverse and layout.ascending))
     return "\n".join(lines)
+
+
+def _tile(program: Program, layout: Layout) -> str:
+    """From a tile's states to their scan, of the tile alone."""
+    return _scanned(program, layout.along, program.reverse and layout.ascending)
+
+
+def _masses(program: Program, layout: Layout) -> str:
+    """The plain sums of a scan of log(sum of exp)."""
+    backwards = program.reverse and layout.ascending
+    first = "time == TIME - 1" if backwards else "time == 0"
+    return scan_logsumexp.masses(
+        layout.along, layout.flat, first, _end(program, layout), backwards, not layout.shared
+    )
+
+
+def _either(condition: str, then: list[str], otherwise: list[str]) -> str:
+    parts = (f"if {condition}:", _indented("\n".join(then)), "else:")
+    return "\n".join([*parts, _indented("\n".join(otherwise))])
 
 
 def _taken(program: Program) -> str:
@@ -281,13 +299,19 @@ def _looped(program: Program, layout: Layout) -> str:
             _loads(program, layout, "next"),
             _place(program, layout),
         ]
-    body = [
-        *loads,
-        _states(program, layout),
+    scanned = [
+        _tile(program, layout),
         _after(program, "c", "k > 0"),
         _last(program, "c", _end(program, layout), layout),
-        _stores(program, layout),
     ]
+    if layout.axis and scan_logsumexp.applies(program):
+        plain = [scan_logsumexp.RESULTS, scan_logsumexp.TOTAL.format("c")]
+        scanned = [
+            'c0 = tl.where(k > 0, c0, float("-inf"))',
+            _masses(program, layout),
+            _either("plain", plain, scanned),
+        ]
+    body = [*loads, _states(program), *scanned, _stores(program, layout)]
     parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
     return "\n".join([*parts, _indented("\n".join(body))])
 
@@ -353,15 +377,27 @@ j = tl.arange(0, WINDOW){window}.to(tl.int64)
 base = tl.load(workspace + 16)
 call = tl.load(workspace + 17) + 1
 ticket = take(workspace, base, call, tiles * blocks - 1)"""
+    scanned = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
+    after = [_after(program, "p", "k > 0")]
+    if layout.axis and scan_logsumexp.applies(program):
+        total = [scan_logsumexp.TOTAL.format("e")]
+        scanned = [_masses(program, layout), _either("plain", total, scanned)]
+        alone = _either("plain", [scan_logsumexp.RESULTS], ["pass"])
+        behind = 'p0 = tl.where(k > 0, p0, float("-inf"))'
+        whole = "whole" if layout.flat else "tl.min((whole | (live == 0)).to(tl.int32)) == 1"
+        after = [
+            behind, scan_logsumexp.BEHIND,
+            _either(whole, [scan_logsumexp.WHOLE], [alone, *after]),
+        ]  # fmt: skip
     parts = [
         head,
         _lanes(layout),
         _place(program, layout),
         _loads(program, layout),
-        _states(program, layout),
-        _last(program, "e", _end(program, layout), layout),
+        _states(program),
+        *scanned,
         _before(program, layout),
-        _after(program, "p", "k > 0"),
+        *after,
         _stores(program, layout),
     ]
     return "\n".join(parts)

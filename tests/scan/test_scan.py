@@ -90,6 +90,30 @@ def test_nan_and_inf_as_torch(op, theirs, way):
         torch.testing.assert_close(mine, expected, equal_nan=True)
 
 
+_ROWS = {
+    "near": lambda x, t: x,
+    "rising": lambda x, t: x + 30 * t,
+    "falling": lambda x, t: x - 30 * t,
+    "far": lambda x, t: x + 1e6,
+    "late": lambda x, t: torch.where(t < 9, -math.inf, x),
+    "small": lambda x, t: torch.where(t == 0, 0, -20 - x.abs()),  # exp(-20) counts beside 1
+    "NaN": lambda x, t: torch.where(t == 40, math.nan, x),
+    "inf": lambda x, t: torch.where(t == 40, math.inf, x),
+}
+
+
+@pytest.mark.parametrize("rows", _ROWS)
+def test_tiles_of_any_values_have_their_logsumexp(rows, way):
+    x = _ROWS[rows](torch.randn(3, 70), torch.arange(70.0))
+    for reverse in (False, True):
+        y = ops.scan(x, "logsumexp", 1, reverse)
+        given = x.flip(1) if reverse else x
+        expected, eager = given.double().logcumsumexp(1), given.logcumsumexp(1)
+        expected, eager = (e.flip(1) if reverse else e for e in (expected, eager))
+        verdict = measure.check(y, expected, eager)
+        assert verdict.ok, verdict.reason
+
+
 def test_suffix_sums_behind_large_values_are_exact(way):
     x = torch.cat([torch.full((32,), 1e8), torch.ones(32)])
     y = ops.scan(x, "sum", reverse=True)
