@@ -7,9 +7,9 @@ and a dozen instructions, three times an element. Relative to one number M of th
 
 which is an addition. It holds while the first mass is far from underflow (x_0 or what is carried
 above M - FAR), and is off by what fp32 resolves at M, at most twice that of the tile's largest
-result if one of them is above LEAST in magnitude. Other tiles (values that rise steeply, infinities,
-NaN, results near 0) take the pairs. Of rows only: a tile of columns has as many M as lanes, and not
-enough registers.
+result if one of them is above LEAST in magnitude. Other tiles (values that rise steeply,
+infinities, NaN, results near 0) take the pairs. Of rows only: a tile of columns has as many M as
+lanes, and not enough registers.
 """
 
 from __future__ import annotations
