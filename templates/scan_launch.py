@@ -15,7 +15,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import scan, scan_text
+from . import scan, scan_logsumexp, scan_text
 from .scan_program import Program
 
 Size = Any  # int or SymInt
@@ -114,7 +114,9 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
             few = max(1, min(_power(lanes), 1024 // time))
             return Tiling(few, time, max(1, min(8, few * time // (512 if held <= 3 else 1024))))
         # an input that is read at another position as well has narrow loads
-        time, warps = (512, 2) if shifted else {2: (8192, 8), 3: (2048, 8)}.get(held, (4096, 4))
+        time, warps = (512, 2) if shifted else {3: (2048, 8)}.get(held, (4096, 4))
+        if scan_logsumexp.applies(program):
+            time, warps = 2048, 4
         if program.reverse and not shifted:
             time, warps = min(time, 4096), 4
         time = min(time, _power(length))

@@ -1,0 +1,92 @@
+"""Five ways to keep a small cache of keys and values, compiled and compared with eager.
+
+    python examples/kv_cache
+
+Each is ordinary model code (``decoder``, ``policies``, ``compactor``). The size of a cache is
+2 x layers x slots x KV heads x head size x bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+import inductor_ext
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from compactor import Compacted, Compactor
+from decoder import Decoder, Policy
+from policies import Everything, HeavyHitters, Norms, Sinks, Snapshot
+
+PROMPT, STEPS, BUDGET = 1024, 4, 256
+
+
+def policies(compactor: Compactor) -> dict[str, Policy]:
+    """By name; each leaves BUDGET slots of the prompt, or all."""
+    return {
+        "everything": Everything(),
+        "sinks": Sinks(4, BUDGET - 4),
+        "norms": Norms(BUDGET),
+        "snapshot": Snapshot(BUDGET - 32, 32),
+        "heavy hitters": HeavyHitters(BUDGET),
+        "compactor": Compacted(compactor),
+    }
+
+
+@torch.no_grad()
+def generated(model: Any, tokens: Tensor, policy: Policy) -> tuple[Tensor, int]:
+    """The logits of a prompt and of STEPS tokens behind it; the bytes of the caches."""
+    prompt, found = tokens[:, :PROMPT], []
+    logits, caches = model(prompt, torch.tensor(0, device=tokens.device), None, policy)
+    found.append(logits)
+    for i in range(PROMPT, PROMPT + STEPS):
+        position = torch.tensor(i, device=tokens.device)
+        logits, caches = model(tokens[:, i : i + 1], position, caches, policy)
+        found.append(logits)
+    return torch.stack(found, 1), sum(c.k.nbytes + c.v.nbytes for c in caches)
+
+
+def table(model: Decoder, compactor: Compactor, tokens: Tensor, compiled: Any) -> None:
+    """The caches' sizes, and how far compiled results are from eager ones."""
+    rows = []
+    for name, policy in policies(compactor).items():
+        expected, size = generated(model, tokens, policy)
+        off: Any = "-"
+        if compiled is not None:
+            torch._dynamo.reset()
+            got, _ = generated(compiled(model), tokens, policy)
+            off = f"{(got.float() - expected.float()).abs().max():.1e}"
+        rows.append((name, f"{size / 2**10:.0f} KiB", off))
+    print(tabulate(rows, ["policy", f"cache after {STEPS} tokens", "compiled, off eager"]))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    on_card = torch.cuda.is_available()
+    device = "cuda" if on_card else "cpu"
+    dtype = torch.bfloat16 if on_card else torch.float32
+    model = Decoder().to(device, dtype)
+    compactor = Compactor(BUDGET).to(device, dtype)
+    tokens = torch.randint(512, (2, PROMPT + STEPS), device=device)
+    table(model, compactor, tokens, torch.compile if on_card else None)
+    if on_card:
+        print(inductor_ext.explain(model, tokens, torch.tensor(0, device=device), None, Everything()))
+        return
+    from inductor_ext.testing import compile_for
+
+    with torch.device("meta"):
+        model, tokens = Decoder().bfloat16(), torch.zeros(2, PROMPT, dtype=torch.int64)
+        first = torch.zeros((), dtype=torch.int64)
+    with torch.no_grad():
+        code = compile_for("h200", lambda t, p: model(t, p, None, Snapshot(224, 32))[0], tokens, first)
+    print(inductor_ext.Report(tuple(d for d in code.decisions if d.lowering == "attention")))
+
+
+if __name__ == "__main__":
+    main()
