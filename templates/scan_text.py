@@ -245,14 +245,7 @@ def _masses(program: Program, layout: Layout) -> str:
     """The plain sums of a scan of log(sum of exp)."""
     backwards = program.reverse and layout.ascending
     first = "time == TIME - 1" if backwards else "time == 0"
-    return scan_logsumexp.masses(
-        layout.along, layout.flat, first, _end(program, layout), backwards, not layout.shared
-    )
-
-
-def _either(condition: str, then: list[str], otherwise: list[str]) -> str:
-    parts = (f"if {condition}:", _indented("\n".join(then)), "else:")
-    return "\n".join([*parts, _indented("\n".join(otherwise))])
+    return scan_logsumexp.masses(first, _end(program, layout), backwards)
 
 
 def _taken(program: Program) -> str:
@@ -305,11 +298,14 @@ def _looped(program: Program, layout: Layout) -> str:
         _last(program, "c", _end(program, layout), layout),
     ]
     if layout.axis and scan_logsumexp.applies(program):
-        plain = [scan_logsumexp.RESULTS, scan_logsumexp.TOTAL.format("c")]
+        plain = [scan_logsumexp.RESULTS, scan_logsumexp.TOTAL]
         scanned = [
             'c0 = tl.where(k > 0, c0, float("-inf"))',
             _masses(program, layout),
-            _either("plain", plain, scanned),
+            "if plain:",
+            _indented("\n".join(plain)),
+            "else:",
+            _indented("\n".join(scanned)),
         ]
     body = [*loads, _states(program), *scanned, _stores(program, layout)]
     parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
@@ -378,17 +374,6 @@ base = tl.load(workspace + 16)
 call = tl.load(workspace + 17) + 1
 ticket = take(workspace, base, call, tiles * blocks - 1)"""
     scanned = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
-    after = [_after(program, "p", "k > 0")]
-    if layout.axis and scan_logsumexp.applies(program):
-        total = [scan_logsumexp.TOTAL.format("e")]
-        scanned = [_masses(program, layout), _either("plain", total, scanned)]
-        alone = _either("plain", [scan_logsumexp.RESULTS], ["pass"])
-        behind = 'p0 = tl.where(k > 0, p0, float("-inf"))'
-        whole = "whole" if layout.flat else "tl.min((whole | (live == 0)).to(tl.int32)) == 1"
-        after = [
-            behind, scan_logsumexp.BEHIND,
-            _either(whole, [scan_logsumexp.WHOLE], [alone, *after]),
-        ]  # fmt: skip
     parts = [
         head,
         _lanes(layout),
@@ -397,7 +382,7 @@ ticket = take(workspace, base, call, tiles * blocks - 1)"""
         _states(program),
         *scanned,
         _before(program, layout),
-        *after,
+        _after(program, "p", "k > 0"),
         _stores(program, layout),
     ]
     return "\n".join(parts)

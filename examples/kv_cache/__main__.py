@@ -76,7 +76,9 @@ def main() -> None:
     tokens = torch.randint(512, (2, PROMPT + STEPS), device=device)
     table(model, compactor, tokens, torch.compile if on_card else None)
     if on_card:
-        print(inductor_ext.explain(model, tokens, torch.tensor(0, device=device), None, Everything()))
+        print(
+            inductor_ext.explain(model, tokens, torch.tensor(0, device=device), None, Everything())
+        )
         return
     from inductor_ext.testing import compile_for
 
@@ -84,7 +86,9 @@ def main() -> None:
         model, tokens = Decoder().bfloat16(), torch.zeros(2, PROMPT, dtype=torch.int64)
         first = torch.zeros((), dtype=torch.int64)
     with torch.no_grad():
-        code = compile_for("h200", lambda t, p: model(t, p, None, Snapshot(224, 32))[0], tokens, first)
+        code = compile_for(
+            "h200", lambda t, p: model(t, p, None, Snapshot(224, 32))[0], tokens, first
+        )
     print(inductor_ext.Report(tuple(d for d in code.decisions if d.lowering == "attention")))
 
 

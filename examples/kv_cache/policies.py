@@ -1,10 +1,10 @@
 """What a cache of keys and values keeps: five published ways, as one would write them.
 
-    everything      nothing is dropped
-    sinks           the first and the last positions (StreamingLLM, arXiv 2309.17453)
-    norms           keys of the smallest norm (arXiv 2406.11430)
-    snapshot        what the prompt's last rows look at (SnapKV, arXiv 2404.14469)
-    heavy hitters   what was looked at most so far (H2O, arXiv 2306.14048)
+everything      nothing is dropped
+sinks           the first and the last positions (StreamingLLM, arXiv 2309.17453)
+norms           keys of the smallest norm (arXiv 2406.11430)
+snapshot        what the prompt's last rows look at (SnapKV, arXiv 2404.14469)
+heavy hitters   what was looked at most so far (H2O, arXiv 2306.14048)
 """
 
 from __future__ import annotations
