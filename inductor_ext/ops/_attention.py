@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from inductor_ext import attention_score, compat, compat_attention
+from inductor_ext import compat, compat_attention
 from inductor_ext.compat import float32_precision, under_functorch
 from inductor_ext.ops import _attention_checks as checks
 from inductor_ext.ops import _attention_choice as choice
@@ -37,10 +37,12 @@ def kernels_apply(q: Tensor) -> bool:
 def program_of(inputs: Sequence[Tensor], numbers: Sequence[Any], score: str,
                empty: str) -> Program | None:  # fmt: skip
     """The score as a kernel computes it; None where none can."""
+    from inductor_ext import attention_translate as translate  # needs triton
+
     read = tuple(Input(x.dtype, _axes(x)) for x in inputs)
     try:
-        return attention_score.program(score, read, len(numbers), empty)
-    except attention_score.NoProgram:
+        return translate.program(score, read, len(numbers), empty)
+    except translate.NoProgram:
         return None
 
 
@@ -358,8 +360,15 @@ def attend(
     """(out, lse), differentiable any number of times, under any transform."""
     if under_functorch():
         return composed.attention(q, k, v, inputs, numbers, score, empty)
+    inputs = [_own_elements(x) for x in inputs]
     with beside(q):
         return _attention(q, k, v, inputs, numbers, score, empty)
+
+
+def _own_elements(x: Tensor) -> Tensor:
+    """An input; an expanded one that will be asked for its own gradient gets memory for it."""
+    asked = x.requires_grad and x.is_leaf
+    return x.clone(memory_format=torch.contiguous_format) if asked and 0 in x.stride() else x
 
 
 def _of_lengths(
@@ -437,7 +446,8 @@ def attention(
             those of rows and keys differ. With a pair of offsets, each segment's last row is at its
             last key (not for "upper_left").
         bias: broadcastable to [B, Hq, Sq, Sk]: added, in q's dtype or fp32 (fp64 for fp64), or
-            bool, True where a key is kept. -inf drops a key.
+            bool, True where a key is kept. -inf drops a key. What is expanded is not copied; its
+            gradient is right in sum, at the first place of what was expanded.
         slot_bias: [B, Hkv, Sk] (B may be 1), added for all rows and heads of a group.
         softcap: c; None for no cap.
         sink: [Hq], a learned logit per head that takes part in the softmax and has no value.
