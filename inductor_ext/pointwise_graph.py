@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Builder:
     """``input`` adds inputs, ``call`` an operation's result.
 
     ``like`` names the input whose shape a constant tensor takes where no number will do.
-    ``narrow``: inputs of int64 are int32, whatever is converted from int32 to int64 stays.
+    ``narrow`` names inputs of int64 that are int32 here, and what is computed of them alone with them.
     """
 
     def __init__(self, like: str, narrow: frozenset[str] = frozenset()) -> None:
@@ -133,6 +133,23 @@ class Builder:
         if typed and isinstance(val, Tensor) and dtype_of(result) not in (None, val.dtype):
             raise NotPointwise(f"{node.target} gives {val.dtype} of operands of unusual dtypes")
         return result
+
+    def take(self, value: Value, known: dict[Any, Value] | None = None) -> Value:
+        """A value of another builder, whose inputs have the names of inputs here."""
+        if isinstance(value, Const):
+            return value
+        known = {} if known is None else known
+        for node in in_order(value):
+            if node in known:
+                continue
+            if node.op == "placeholder":
+                known[node] = self.inputs[str(node.target)]
+            elif node.target in FILLED:
+                known[node] = Const(node.args[1], node.kwargs["dtype"])
+            else:
+                args = [known[a] if isinstance(a, torch.fx.Node) else a for a in node.args]
+                known[node] = self.call(node.target, *args, **node.kwargs)
+        return known[value]
 
     # --- operations ---
 
@@ -410,6 +427,34 @@ class Builder:
         node.meta["key"] = (size, hashlib.sha256(text.encode()).hexdigest()[:16])
         self._known[known] = node
         return node
+
+
+def function_of(value: Any, inputs: Sequence[str]) -> torch.fx.GraphModule:
+    """A builder's node as a function of inputs by name."""
+    graph = torch.fx.Graph()
+    placeholders = {name: graph.placeholder(name) for name in inputs}
+    copies: dict[Any, Any] = {}
+    for node in in_order(value):
+        if node.op == "placeholder":
+            copies[node] = placeholders[str(node.target)]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[value])
+    return torch.fx.GraphModule({}, graph)
+
+
+def in_order(value: Any) -> list[Any]:
+    """The nodes that a node is made of, each behind its arguments, itself last."""
+    found: dict[Any, None] = {}
+    stack = [(value, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            found[node] = None
+        elif node not in found:
+            stack.append((node, True))
+            stack += [(a, False) for a in reversed(node.all_input_nodes)]
+    return list(found)
 
 
 def _own(number: Any) -> torch.dtype:
