@@ -30,6 +30,7 @@ class Tiling:
     merged: bool = False
     halves: int = 1
     lagged: bool = False
+    late: bool = False
     registers: int = 0
     near: int = 24
 
@@ -104,7 +105,7 @@ def forward(
     q, k, v = dense(q), dense(k), dense(v)
     layout = attention_forward.Layout(
         operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
-        chosen.merged, chosen.halves, chosen.lagged,
+        chosen.merged, chosen.halves, chosen.lagged, chosen.late,
     )  # fmt: skip
     values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
     values |= layout.v.values(v, chosen.block_n) | layout.out.values(out, chosen.block_m)
