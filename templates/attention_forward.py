@@ -31,10 +31,10 @@ class Layout:
 
     ``merged``: one loop over all tiles, whose mask is a branch, in place of one over whole tiles
     and one over the others. ``late``: p of a tile meets v one step later, which lets that product
-    run beside the next softmax. ``halves``: a program owns that many blocks of BLOCK_M rows, so that
-    the softmax of one runs beside products of another. ``lagged``: the second of two is one tile of
-    keys behind the first, which lets its q k^T run beside the first one's softmax as well: for
-    ``simple`` scores."""
+    run beside the next softmax. ``halves``: a program owns that many blocks of BLOCK_M rows, so
+    that the softmax of one runs beside products of another. ``lagged``: the second of two is one
+    tile of keys behind the first, which lets its q k^T run beside the first one's softmax as well:
+    for ``simple`` scores."""
 
     q: Operand
     k: Operand

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,9 +59,7 @@ def dense(t: Tensor) -> Tensor:
 def like(q: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
     """Memory [*q.shape[:3], last] with q's order of dimensions, dense."""
     order = sorted(range(3), key=lambda i: -q.stride(i))
-    out = torch.empty(
-        [*(q.shape[i] for i in order), last], dtype=dtype or q.dtype, device=q.device
-    )
+    out = torch.empty([*(q.shape[i] for i in order), last], dtype=dtype or q.dtype, device=q.device)
     return out.permute(*(order.index(i) for i in range(3)), 3)
 
 
