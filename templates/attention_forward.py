@@ -44,6 +44,7 @@ class Layout:
     halves: int = 1
     lagged: bool = False
     late: bool = False
+    described: tuple[int, ...] = ()
 
     @property
     def out(self) -> Operand:
@@ -61,7 +62,7 @@ def parameters(program: Program, layout: Layout) -> list[str]:
     names += ["lse_ptr", "rows", "columns", "heads", "group", "total", "section"]
     if program.documents:
         names += ["doc_ptr", "doc_b", "doc_h"]
-    return names + text.score_parameters(program)
+    return names + text.score_parameters(program, layout.described)
 
 
 def _place(layout: Layout) -> str:
@@ -121,11 +122,13 @@ def _softmax(program: Program, u: int, masked: bool) -> str:
     return "\n".join(lines)
 
 
-def _score(program: Program, u: int, how: str, masked: str) -> str:
+def _score(program: Program, layout: Layout, u: int, how: str, masked: str) -> str:
     """From ``s`` of block ``u`` to what the softmax reads; ``masked``: when to mask, or ""."""
     value = "s" if simple(program) else "r"
     places = f"q_start = {_start(u)}\nq = q_start + ql\nk = k_start + kl"
-    loads = text.input_loads(program, q_inside=False, k_inside=how == "full")
+    loads = text.input_loads(
+        program, q_inside=False, k_inside=how == "full", described=layout.described
+    )
     mask = joined(
         text.kept(program, q_inside=True), f'{value} = tl.where(keep, {value}, float("-inf"))'
     )
@@ -169,7 +172,11 @@ def _body(program: Program, layout: Layout, how: str) -> str:
     lines = [_loads(layout.k, "kt", "k_start", limit)]
     lines += [f"s{u} = {_product(layout, u)}" for u in range(layout.halves)]
     for u in range(layout.halves):
-        lines += [f"s = s{u}", _score(program, u, how, masked), _softmax(program, u, how != "full")]
+        lines += [
+            f"s = s{u}",
+            _score(program, layout, u, how, masked),
+            _softmax(program, u, how != "full"),
+        ]
         if not u:
             lines.append(_loads(layout.v, "vt", "k_start", limit))
         lines.append(_values(layout, u, "vt"))
@@ -185,7 +192,7 @@ def _late(program: Program, layout: Layout, how: str) -> str:
         _loads(layout.v, "vt", "k_last", limit),
         f"p = carried.to({_dtype(layout)}, bitcast=True)",
         _values(layout, 0, "vt"),
-        _score(program, 0, how, "step >= whole" if how == "merged" else ""),
+        _score(program, layout, 0, how, "step >= whole" if how == "merged" else ""),
         _softmax(program, 0, how != "full"),
         _carried(layout),
         "k_last = k_start",
@@ -213,12 +220,12 @@ def _lagged(program: Program, layout: Layout, how: str) -> str:
         _loads(layout.k, "kt", "k_start", limit),
         f"s = {_product(layout, 0)}",
         f"later = {_product(layout, 1)}",
-        _score(program, 0, how, ""),
+        _score(program, layout, 0, how, ""),
         _softmax(program, 0, how != "full"),
         _loads(layout.v, "vt", "k_start", limit),
         _values(layout, 0, "vt"),
         "k_next = k_start\nk_start = k_last\ns = behind",
-        _score(program, 1, how, ""),
+        _score(program, layout, 1, how, ""),
         _softmax(program, 1, True),
         _loads(layout.v, "wt", "k_start", limit),
         _values(layout, 1, "wt"),
@@ -303,7 +310,7 @@ def body(program: Program, layout: Layout) -> str:
         layout.q.at(),
         layout.k.at(head="h // group"),
         layout.v.at(head="h // group"),
-        text.inputs_at(program),
+        text.inputs_at(program, described=layout.described),
         *(_begin(layout, u) for u in halves),
         tiles.head,
         _steps(program, layout, tiles),
