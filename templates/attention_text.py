@@ -1,4 +1,4 @@
-"""What the attention kernels' texts share: tiles of tensors, the score around them, loops over keys.
+"""What the attention kernels' texts share: tiles of tensors, the score, loops over tiles.
 
 A kernel's text is one function. Its scalars are ``b``, ``h``, ``rows``, ``columns``, ``n0, ...``
 and the tile's ``q_start`` and ``k_start``; ``ql`` and ``kl`` number a tile's rows and columns,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -259,16 +260,23 @@ class Loops:
     starts: tuple[str, str]
     counts: tuple[str, str]
 
-    def _loop(self, which: int, body: str, options: str) -> str:
-        steps = f"0, {self.counts[which]}{f', {options}' if options else ''}"
-        inner = joined(f"{self.axis}_start = {self.starts[which]}", body)
-        return f"for step in tl.range({steps}):\n{indented(inner)}"
+    def _loop(self, start: str, count: str, body: str, options: str) -> str:
+        inner = joined(f"{self.axis}_start = {start}", body)
+        tail = f", {options}" if options else ""
+        return f"for step in tl.range(0, {count}{tail}):\n{indented(inner)}"
 
     def full(self, body: str, options: str = "num_stages=STAGES") -> str:
-        return self._loop(0, body, options)
+        return self._loop(self.starts[0], self.counts[0], body, options)
 
     def partial(self, body: str, options: str = "num_stages=STAGES") -> str:
-        return self._loop(1, body, options)
+        return self._loop(self.starts[1], self.counts[1], body, options)
+
+    def merged(self, body: str, options: str = "num_stages=STAGES") -> str:
+        """One loop over all tiles; the first ``whole`` of its ``step`` are kept whole."""
+        behind = re.sub(r"\bstep\b", "(step - whole)", self.starts[1])
+        start = f"tl.where(step < whole, {self.starts[0]}, {behind})"
+        loop = self._loop(start, f"whole + {self.counts[1]}", body, options)
+        return f"whole = {self.counts[0]}\n{loop}"
 
 
 def loops(
@@ -283,8 +291,7 @@ def loops(
     lines: list[str] = []
     before = f"tl.maximum({least}, 0) // {block} * {block}" if least != "0" else "0"
     full_counts, partial_counts, full_start, partial_start = [], [], "", ""
-    pieces_of = list(enumerate(spans))
-    for i, span in pieces_of:
+    for i, span in enumerate(spans):
         a, e, n, left, right = (f"{axis}_{part}{i}" for part in ("a", "e", "n", "l", "r"))
         lo, hi, full_lo, full_hi = span.lo, span.hi, span.full_lo, span.full_hi
         if hull:
@@ -304,14 +311,14 @@ def loops(
         lines.append(f"{right} = tl.maximum(tl.minimum({full_hi}, {limit}) - {a}, 0) // {block}")
         lines.append(f"{right} = tl.minimum({right}, {n})")
         if starts_full:
-            full, first = right, "0"
+            full = right
         else:
             lines.append(f"{right} = tl.maximum({right}, {left}) - {left}")  # how many are full
-            full, first = right, left
+            full = right
         lines.append(f"{axis}_f{i} = {full}\n{axis}_p{i} = {n} - {full}")
         before = f"{axis}_done{i}"
         lines.append(f"{before} = {a} + {n} * {block}")
-    for i, span in reversed(pieces_of):
+    for i, span in reversed(list(enumerate(spans))):
         lo, full_lo = span.lo, span.full_lo
         starts_full = not hull and least == "0" and lo == full_lo == "0"
         a, left = f"{axis}_a{i}", f"{axis}_l{i}"
