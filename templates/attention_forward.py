@@ -27,20 +27,29 @@ CONSTANTS = ["BLOCK_M", "BLOCK_N", "STAGES"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The operands; ``precision`` of products of fp32; ``merged``: one loop over all tiles, whose
-    mask is a branch, in place of one over whole tiles and one over the others; ``specialized``:
-    loops by warps with roles."""
+    """The operands, the ``precision`` of products of fp32, and the form of the loop.
+
+    ``merged``: one loop over all tiles, whose mask is a branch, in place of one over whole tiles
+    and one over the others. ``halves``: a program owns that many blocks of BLOCK_M rows, so that
+    the softmax of one runs beside products of another. ``lagged``: the second of two is one tile of
+    keys behind the first, which lets its q k^T run beside the first one's softmax as well;
+    needs ``merged``."""
 
     q: Operand
     k: Operand
     v: Operand
     precision: str = ""
     merged: bool = False
-    specialized: bool = False
+    halves: int = 1
+    lagged: bool = False
 
     @property
     def out(self) -> Operand:
         return Operand("out", self.v.dim)
+
+    @property
+    def rows(self) -> str:
+        return f"BLOCK_M * {self.halves}" if self.halves > 1 else "BLOCK_M"
 
 
 def parameters(program: Program, layout: Layout) -> list[str]:
@@ -53,7 +62,8 @@ def parameters(program: Program, layout: Layout) -> list[str]:
     return names + text.score_parameters(program)
 
 
-_PLACE = """tiles = tl.cdiv(rows, BLOCK_M)
+def _place(layout: Layout) -> str:
+    return f"""tiles = tl.cdiv(rows, {layout.rows})
 pid = tl.program_id(0)
 first = pid // (section * tiles) * section
 within = pid % (section * tiles)
@@ -62,9 +72,8 @@ tile = tiles - 1 - within // beside
 bh = first + within % beside
 b = bh // heads
 h = bh % heads
-q_start = tile * BLOCK_M
-q0 = q_start
-q1 = tl.minimum(q_start + BLOCK_M, rows) - 1
+q0 = tile * ({layout.rows})
+q1 = tl.minimum(q0 + {layout.rows}, rows) - 1
 ql = tl.arange(0, BLOCK_M)[:, None]
 kl = tl.arange(0, BLOCK_N)[None, :]"""
 
@@ -77,90 +86,160 @@ def hull(name: str, tile: str) -> str:
     return "\n".join([at, *loads])
 
 
-def _dot(layout: Layout) -> str:
-    return f', input_precision="{layout.precision}"' if layout.precision else ""
-
-
-def _softmax(program: Program, masked: bool) -> str:
-    """From ``s`` or ``r`` to ``p``, ``alpha`` and the new ``m`` and ``l``."""
-    if simple(program):
-        lines = [
-            f"m_new = tl.maximum(m, tl.max(s, 1) * {program.scale * LOG2E!r})",
-            "m_safe = m_new",
-        ]
-        shifted = f"s * {program.scale * LOG2E!r} - m_safe[:, None]"
-    else:
-        lines, shifted = ["m_new = tl.maximum(m, tl.max(r, 1))"], "r - m_safe[:, None]"
-    if masked or not simple(program):
-        lines.append('m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)')
-    lines += [
-        f"p = tl.math.exp2({shifted})",
-        "alpha = tl.math.exp2(m - m_safe)",
-        "l = l * alpha + tl.sum(p, 1)",
-        "m = m_new",
-    ]
-    return "\n".join(lines)
-
-
 def simple(program: Program) -> bool:
     """Whether the score is a positive factor times ``s``, which a maximum can be taken through."""
     return program.scale is not None and program.scale > 0
 
 
-def _mask(program: Program) -> str:
-    """Statements that make ``s`` (or ``r``) -inf where nothing is kept."""
+def _dot(layout: Layout) -> str:
+    return f', input_precision="{layout.precision}"' if layout.precision else ""
+
+
+def _start(half: int) -> str:
+    """The first row of a block of rows."""
+    return f"q0 + {half} * BLOCK_M" if half else "q0"
+
+
+def _softmax(program: Program, u: int, masked: bool) -> str:
+    """From ``s`` or ``r`` to ``p``, ``alpha`` and the new m and l of block ``u``."""
+    if simple(program):
+        factor = repr((program.scale or 0.0) * LOG2E)
+        lines = [f"m_new = tl.maximum(m{u}, tl.max(s, 1) * {factor})", "m_safe = m_new"]
+        shifted = f"s * {factor} - m_safe[:, None]"
+    else:
+        lines, shifted = [f"m_new = tl.maximum(m{u}, tl.max(r, 1))"], "r - m_safe[:, None]"
+    if masked or not simple(program):
+        lines.append('m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)')
+    lines += [
+        f"p = tl.math.exp2({shifted})",
+        f"alpha = tl.math.exp2(m{u} - m_safe)",
+        f"l{u} = l{u} * alpha + tl.sum(p, 1)",
+        f"m{u} = m_new",
+    ]
+    return "\n".join(lines)
+
+
+def _score(program: Program, u: int, how: str, masked: str) -> str:
+    """From ``s`` of block ``u`` to what the softmax reads; ``masked``: when to mask, or ""."""
     value = "s" if simple(program) else "r"
-    return joined(
+    places = f"q_start = {_start(u)}\nq = q_start + ql\nk = k_start + kl"
+    loads = text.input_loads(program, q_inside=False, k_inside=how == "full")
+    mask = joined(
         text.kept(program, q_inside=True), f'{value} = tl.where(keep, {value}, float("-inf"))'
     )
+    if simple(program):
+        before, mask = "", joined(places, loads, mask)
+    else:
+        before = joined(places, loads, program.score)
+    if how == "full":
+        return before
+    return joined(before, f"if {masked}:\n{indented(mask)}" if masked else mask)
+
+
+def _values(layout: Layout, u: int, tiles: str) -> str:
+    """acc of block ``u`` rescaled, plus ``p`` times the tiles of v."""
+    lines = []
+    for i in range(len(layout.v.pieces)):
+        lines += [
+            f"acc{u}_{i} = acc{u}_{i} * alpha[:, None]",
+            f"acc{u}_{i} = tl.dot(p.to({tiles}{i}.dtype), {tiles}{i}, acc{u}_{i}{_dot(layout)})",
+        ]
+    return "\n".join(lines)
+
+
+def _loads(operand: Operand, tiles: str, start: str, limit: str) -> str:
+    return "\n".join(
+        f"{tiles}{i} = {operand.load(i, start, 'BLOCK_N', limit)}"
+        for i in range(len(operand.pieces))
+    )
+
+
+def _product(layout: Layout, u: int) -> str:
+    count = range(len(layout.q.pieces))
+    keys = [f"kt{i}.T" for i in count]
+    return text.product([f"qt{u}_{i}" for i in count], keys, _dot(layout))
 
 
 def _body(program: Program, layout: Layout, how: str) -> str:
     """One tile of keys; ``how``: "full", "partial" or "merged"."""
-    queries = [f"qt{i}" for i in range(len(layout.q.pieces))]
-    keys = [f"kt{i}" for i in range(len(layout.k.pieces))]
     limit = "" if how == "full" else "columns"
-    lines = [
-        f"{name} = {layout.k.load(i, 'k_start', 'BLOCK_N', limit)}" for i, name in enumerate(keys)
-    ]
-    lines.append(f"s = {text.product(queries, [f'{k}.T' for k in keys], _dot(layout))}")
-    places = "q = q_start + ql\nk = k_start + kl"
-    loads = text.input_loads(program, q_inside=False, k_inside=how == "full")
-    if simple(program):
-        mask = joined(places, loads, _mask(program))
-    else:
-        lines += [places, loads, program.score]
-        mask = _mask(program)
-    if how == "partial":
-        lines.append(mask)
-    elif how == "merged":
-        lines.append(f"if step >= whole:\n{indented(mask)}")
-    lines.append(_softmax(program, how != "full"))
-    dtype = f"{layout.v.name}t0.dtype"
-    for i in range(len(layout.v.pieces)):
-        lines += [
-            f"vt{i} = {layout.v.load(i, 'k_start', 'BLOCK_N', limit)}",
-            f"acc{i} = acc{i} * alpha[:, None]",
-            f"acc{i} = tl.dot(p.to({dtype}), vt{i}, acc{i}{_dot(layout)})",
-        ]
+    masked = "step >= whole" if how == "merged" else ""
+    lines = [_loads(layout.k, "kt", "k_start", limit)]
+    lines += [f"s{u} = {_product(layout, u)}" for u in range(layout.halves)]
+    for u in range(layout.halves):
+        lines += [f"s = s{u}", _score(program, u, how, masked), _softmax(program, u, how != "full")]
+        if not u:
+            lines.append(_loads(layout.v, "vt", "k_start", limit))
+        lines.append(_values(layout, u, "vt"))
     return joined(*lines)
 
 
-def _end(program: Program, layout: Layout) -> str:
-    lines = ["none = l == 0.0"]
+def _lagged(program: Program, layout: Layout) -> str:
+    """A tile of keys of the first block, the one before of the second; step ``steps`` has none for
+    the first, step 0 none for the second. Nothing of the step reads its last q k^T."""
+    return joined(
+        _loads(layout.k, "kt", "k_start", "columns"),
+        f"s = {_product(layout, 0)}",
+        f"later = {_product(layout, 1)}",
+        _score(program, 0, "merged", "step >= whole"),
+        _softmax(program, 0, True),
+        _loads(layout.v, "vt", "k_start", "columns"),
+        _values(layout, 0, "vt"),
+        "k_next = k_start\nk_start = k_last\ns = behind",
+        _score(program, 1, "merged", "step > whole"),
+        _softmax(program, 1, True),
+        _loads(layout.v, "wt", "k_start", "columns"),
+        _values(layout, 1, "wt"),
+        "behind = later\nk_last = k_next",
+    )
+
+
+def _steps(program: Program, layout: Layout, tiles: text.Loops) -> str:
+    if layout.lagged:
+        return joined(
+            'behind = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)',
+            "k_last = q0 * 0",
+            tiles.merged(_lagged(program, layout), extra="tl.cdiv(columns, BLOCK_N) * BLOCK_N"),
+        )
+    if layout.merged:
+        return tiles.merged(_body(program, layout, "merged"))
+    return joined(
+        tiles.full(_body(program, layout, "full")), tiles.partial(_body(program, layout, "partial"))
+    )
+
+
+def _end(program: Program, layout: Layout, u: int) -> str:
+    lines = [f"l = l{u}", "none = l == 0.0"]
     if program.empty == "zero":
         lines.append("l = tl.where(none, 1.0, l)")
     lines += [
         "inverse = 1.0 / l",
-        'lse = tl.where(none, float("-inf"), (m + tl.math.log2(l)) * 0.6931471805599453)',
+        f'lse = tl.where(none, float("-inf"), (m{u} + tl.math.log2(l)) * 0.6931471805599453)',
+        f"q_start = {_start(u)}",
         "at = q_start + tl.arange(0, BLOCK_M)",
         "tl.store(lse_ptr + tl.cast(bh, tl.int64) * rows + at, lse, at < rows)",
         layout.out.at(),
     ]
     for i in range(len(layout.v.pieces)):
-        value = f"acc{i} * inverse[:, None]"
+        value = f"acc{u}_{i} * inverse[:, None]"
         lines.append(layout.out.store(i, "q_start", "BLOCK_M", "rows", value))
     return joined(*lines)
+
+
+def _begin(layout: Layout, u: int) -> str:
+    lines = [
+        f"qt{u}_{i} = {layout.q.load(i, _start(u), 'BLOCK_M', 'rows')}"
+        for i in range(len(layout.q.pieces))
+    ]
+    lines += [
+        f"acc{u}_{i} = tl.zeros([BLOCK_M, {piece.size}], tl.float32)"
+        for i, piece in enumerate(layout.v.pieces)
+    ]
+    lines += [
+        f'm{u} = tl.full([BLOCK_M], float("-inf"), tl.float32)',
+        f"l{u} = tl.zeros([BLOCK_M], tl.float32)",
+    ]
+    return "\n".join(lines)
 
 
 def body(program: Program, layout: Layout) -> str:
@@ -168,36 +247,18 @@ def body(program: Program, layout: Layout) -> str:
     tiles = text.loops(
         program.row_spans, "k", "columns", "BLOCK_N", hull="doc" if program.documents else ""
     )
-    options = "num_stages=STAGES"
-    if layout.specialized:
-        options += ", warp_specialize=True"
-    if layout.merged:
-        steps = tiles.merged(_body(program, layout, "merged"), options)
-    else:
-        steps = joined(
-            tiles.full(_body(program, layout, "full"), options),
-            tiles.partial(_body(program, layout, "partial"), options),
-        )
+    halves = range(layout.halves)
     return joined(
-        _PLACE,
+        _place(layout),
         hull("doc", "tile") if program.documents else "",
         layout.q.at(),
         layout.k.at(head="h // group"),
         layout.v.at(head="h // group"),
         text.inputs_at(program),
-        *(
-            f"qt{i} = {layout.q.load(i, 'q_start', 'BLOCK_M', 'rows')}"
-            for i in range(len(layout.q.pieces))
-        ),
-        *(
-            f"acc{i} = tl.zeros([BLOCK_M, {piece.size}], tl.float32)"
-            for i, piece in enumerate(layout.v.pieces)
-        ),
-        'm = tl.full([BLOCK_M], float("-inf"), tl.float32)',
-        "l = tl.zeros([BLOCK_M], tl.float32)",
+        *(_begin(layout, u) for u in halves),
         tiles.head,
-        steps,
-        _end(program, layout),
+        _steps(program, layout, tiles),
+        *(_end(program, layout, u) for u in halves),
     )
 
 

@@ -19,16 +19,17 @@ from .attention_text import Operand, by_tma, score_values
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged``, ``specialized``:
-    as in ``attention_forward.Layout``; ``registers`` per thread at most, 0: as many as needed;
-    ``near``: MiB of keys and values that are streamed at a time, which should stay in L2."""
+    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged``, ``halves`` (each
+    of block_m rows) and ``lagged`` as in ``attention_forward.Layout``; ``registers`` per thread at
+    most, 0: as many as needed; ``near``: MiB of keys and values that are streamed at a time."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     merged: bool = False
-    specialized: bool = False
+    halves: int = 1
+    lagged: bool = False
     registers: int = 0
     near: int = 24
 
@@ -103,7 +104,7 @@ def forward(
     q, k, v = dense(q), dense(k), dense(v)
     layout = attention_forward.Layout(
         operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
-        chosen.merged, chosen.specialized,
+        chosen.merged, chosen.halves, chosen.lagged,
     )  # fmt: skip
     values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
     values |= layout.v.values(v, chosen.block_n) | layout.out.values(out, chosen.block_m)
@@ -116,7 +117,7 @@ def forward(
     options: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
     if chosen.registers:
         options["maxnreg"] = chosen.registers
-    grid = (triton.cdiv(rows, chosen.block_m) * batch * heads,)
+    grid = (triton.cdiv(rows, chosen.block_m * chosen.halves) * batch * heads,)
     wrap_triton(attention_forward.kernel(program, layout))[grid](
         **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages, **options
     )

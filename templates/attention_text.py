@@ -271,11 +271,15 @@ class Loops:
     def partial(self, body: str, options: str = "num_stages=STAGES") -> str:
         return self._loop(self.starts[1], self.counts[1], body, options)
 
-    def merged(self, body: str, options: str = "num_stages=STAGES") -> str:
-        """One loop over all tiles; the first ``whole`` of its ``step`` are kept whole."""
+    def merged(self, body: str, options: str = "num_stages=STAGES", extra: str = "") -> str:
+        """One loop over all tiles; the first ``whole`` of its ``step`` are kept whole. ``extra``:
+        where one more step behind the last is, "" for none."""
         behind = re.sub(r"\bstep\b", "(step - whole)", self.starts[1])
         start = f"tl.where(step < whole, {self.starts[0]}, {behind})"
-        loop = self._loop(start, f"whole + {self.counts[1]}", body, options)
+        count = f"whole + {self.counts[1]}"
+        if extra:
+            start, count = f"tl.where(step < {count}, {start}, {extra})", f"{count} + 1"
+        loop = self._loop(start, count, body, options)
         return f"whole = {self.counts[0]}\n{loop}"
 
 
