@@ -41,7 +41,9 @@ from .attention_text import (
 )
 
 # Sizes that are not to be compiled in.
-SIZES = ["rows", "columns", "kv_heads", "group", "heads", "together"]
+SIZES = ["rows", "columns", "kv_heads", "group", "heads", "together", "padded"]
+
+STATISTICS = ("shift", "delta")  # lse2 and delta
 
 
 def gradient_axis(axes: str) -> str:
@@ -53,12 +55,13 @@ def gradient_axis(axes: str) -> str:
 @dataclass(frozen=True)
 class Form:
     """What is compiled besides the program. ``head``, ``value``: D and Dv. ``loaded``: q, k, v and
-    do through tensor descriptors. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a
+    do through tensor descriptors, ``descriptors``: lse2 and delta as well. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a
     kernel makes. ``inputs``: the numbers of the inputs whose gradient it makes."""
 
     head: int
     value: int
     tma: tuple[bool, bool, bool, bool]
+    descriptors: bool
     precision: str
     dq: tuple[int, ...] = ()
     dk: tuple[int, ...] = ()
@@ -78,11 +81,11 @@ class Form:
 
 @triton.jit
 def statistics_kernel(
-    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, rows, heads, out_b, out_h,
-    out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h, lse_grad_s,
+    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, rows, padded, heads, out_b,
+    out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h, lse_grad_s,
     VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta and lse2 [B, H, Sq] in fp32 of ROWS rows of a head."""
+    """delta and lse2 [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` 0 and inf."""
     bh = tl.program_id(1).to(tl.int64)
     b = bh // heads
     h = bh % heads
@@ -91,21 +94,19 @@ def statistics_kernel(
     there = q < rows
     inside = there[:, None] & (column < VALUE)
     at = q[:, None].to(tl.int64)
-    out = tl.load(
-        out_ptr + b * out_b + h * out_h + at * out_s + column, inside, other=0.0
-    )
-    given = tl.load(
-        out_grad_ptr + b * out_grad_b + h * out_grad_h + at * out_grad_s + column, inside, other=0.0
-    )
+    out_at = out_ptr + b * out_b + h * out_h
+    given_at = out_grad_ptr + b * out_grad_b + h * out_grad_h
+    out = tl.load(out_at + at * out_s + column, inside, other=0.0)
+    given = tl.load(given_at + at * out_grad_s + column, inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * given.to(tl.float32), 1)
     if lse_grad_ptr is not None:
         where = b * lse_grad_b + h * lse_grad_h + q.to(tl.int64) * lse_grad_s
         delta -= tl.load(lse_grad_ptr + where, there, other=0.0)
-    lse = tl.load(lse_ptr + bh * rows + q, there, other=0.0)
+    lse = tl.load(lse_ptr + bh * rows + q, there, other=float("-inf"))
     empty = lse == float("-inf")
-    tl.store(delta_ptr + bh * rows + q, tl.where(empty, 0.0, delta), there)
+    tl.store(delta_ptr + bh * padded + q, tl.where(empty, 0.0, delta), q < padded)
     shift = tl.where(empty, float("inf"), lse * 1.4426950408889634)
-    tl.store(shift_ptr + bh * rows + q, shift, there)
+    tl.store(shift_ptr + bh * padded + q, shift, q < padded)
 
 
 # ----------------------------------------------------------------------------------------
@@ -126,13 +127,23 @@ width = tl.minimum(together, tl.num_programs(0) // tiles - chunk * together)
 bh = chunk * together + rest % width"""
 
 
-def _statistics(masked: bool, q: str) -> str:
-    """Loads of ``shift`` and ``delta`` at rows ``q``."""
-    mask = (f', {q} < rows, other=float("inf")', f", {q} < rows, other=0.0") if masked else ("", "")
-    return (
-        f"shift = tl.load(shift_ptr + row_at + {q}{mask[0]})\n"
-        f"delta = tl.load(delta_ptr + row_at + {q}{mask[1]})"
-    )
+def _statistics(form: Form, expanded: str) -> str:
+    """Loads of ``shift`` and ``delta`` of the tile's rows; there are more of both than rows.
+
+    Through descriptors where those are: a pipelined load of a row by pointers takes a register per
+    element and thread, since its layout is that of what it is subtracted from."""
+    lines = []
+    for name in STATISTICS:
+        if form.descriptors:
+            load = f"{name}_desc.load([row, q_start]).reshape(BLOCK_M)"
+        else:
+            load = f"tl.load({name}_ptr + row_at + q_start + tl.arange(0, BLOCK_M))"
+        lines.append(f"{name} = {load}{expanded}")
+    return "\n".join(lines)
+
+
+def statistics_parameters(form: Form) -> list[str]:
+    return [f"{name}_{'desc' if form.descriptors else 'ptr'}" for name in STATISTICS]
 
 
 def _names(operand: Operand) -> list[str]:
@@ -181,7 +192,7 @@ def _keys_body(program: Program, form: Form, masked: bool) -> str:
         _loaded(out_grad, "q_start", "BLOCK_M", limit),
         f"s = {product(_names(key), _transposed(_names(query)), options)}",
         scores(program, masked, q_inside=not masked, k_inside=False),
-        _statistics(masked, "q"),
+        _statistics(form, "[None, :]"),
         "p = tl.exp2(r - shift)",
     ]
     if form.dv:
@@ -205,7 +216,7 @@ def keys_parameters(program: Program, form: Form) -> list[str]:
     for name in ("dk", "dv"):
         if getattr(form, name):
             names += Operand(name, 0).parameters
-    names += ["delta_ptr", "shift_ptr", *(f"sum{i}_ptr" for i in form.inputs)]
+    names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
     return [*names, *score_parameters(program), *SIZES]
 
 
@@ -228,7 +239,8 @@ def _keys(program: Program, form: Form) -> str:
         query.at(),
         out_grad.at(),
         inputs_at(program),
-        "row_at = (tl.cast(b, tl.int64) * heads + h) * rows",
+        "row = b * heads + h",
+        "row_at = tl.cast(row, tl.int64) * padded",
         *sums,
         over.full(_keys_body(program, form, False)),
         over.partial(_keys_body(program, form, True)),
@@ -306,7 +318,7 @@ def rows_parameters(program: Program, form: Form) -> list[str]:
     names = [name for operand in form.operands for name in operand.parameters]
     if form.dq:
         names += Operand("dq", 0).parameters
-    names += ["delta_ptr", "shift_ptr", *(f"sum{i}_ptr" for i in form.inputs)]
+    names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
     return [*names, *score_parameters(program), *SIZES]
 
 
@@ -334,8 +346,9 @@ def _rows(program: Program, form: Form) -> str:
         key.at("b", "kv_head"),
         value.at("b", "kv_head"),
         inputs_at(program),
-        "row_at = (tl.cast(b, tl.int64) * heads + h) * rows",
-        _statistics(True, "(q_start + ql)"),
+        "row = b * heads + h",
+        "row_at = tl.cast(row, tl.int64) * padded",
+        _statistics(form, "[:, None]"),
         _loaded(query, "q_start", "BLOCK_M", "rows"),
         _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
         *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
@@ -345,8 +358,7 @@ def _rows(program: Program, form: Form) -> str:
         over.partial(_rows_body(program, form, True)),
         *ends,
         *(
-            f"tl.store(sum{i}_ptr + row_at + q_start + tl.arange(0, BLOCK_M), sum{i}, "
-            "q_start + tl.arange(0, BLOCK_M) < rows)"
+            f"tl.store(sum{i}_ptr + row_at + q_start + tl.arange(0, BLOCK_M), sum{i})"
             for i in form.inputs
         ),
     )
@@ -369,7 +381,7 @@ def rows_kernel(program: Program, form: Form) -> Any:
 
 def pairs_parameters(program: Program, form: Form) -> list[str]:
     names = [name for operand in form.operands for name in operand.parameters]
-    names += ["delta_ptr", "shift_ptr", "grad_ptr"]
+    names += [*statistics_parameters(form), "grad_ptr"]
     return [*names, *score_parameters(program), *SIZES, "batches"]
 
 
@@ -390,14 +402,15 @@ def _pairs(program: Program, form: Form) -> str:
         key.at("b", "kv_head"),
         value.at("b", "kv_head"),
         inputs_at(program),
-        "row_at = (tl.cast(b, tl.int64) * heads + h) * rows",
+        "row = b * heads + h",
+        "row_at = tl.cast(row, tl.int64) * padded",
         _loaded(query, "q_start", "BLOCK_M", "rows"),
         _loaded(key, "k_start", "BLOCK_N", "columns"),
         _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
         _loaded(value, "k_start", "BLOCK_N", "columns"),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
         scores(program, True),
-        _statistics(True, "q"),
+        _statistics(form, "[:, None]"),
         "p = tl.exp2(r - shift)",
         f"g = p * ({product(_names(out_grad), _transposed(_names(value)), options)} - delta)",
         program.gradient,

@@ -24,6 +24,7 @@ from .attention_program import Program
 from .attention_text import Operand, by_tma, pieces, score_values
 from .linear_attention_launch import exact
 
+ROWS = 128  # the most query rows of a tile
 L2_BYTES = 32 << 20  # of an H200's, what heads that take turns may read again and again
 
 
@@ -102,20 +103,25 @@ class _Backward:
         self.kv_heads, self.columns = k.shape[1:3]
         self.precision = exact(q, precision)
         self.tma = tuple(map(by_tma, (self.q, self.k, self.v, self.do)))
-        self.delta = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
+        # Rows are padded to whole tiles of every tiling: their loads need no mask.
+        self.padded = triton.cdiv(self.rows, ROWS) * ROWS
+        self.delta = self.fp32(2, *q.shape[:2], self.padded)
         self._statistics(_dense(out), lse.contiguous(), dlse)
 
     def form(self, **parts: Any) -> Form:
         tma: Any = self.tma
-        return Form(self.q.shape[3], self.v.shape[3], tma, self.precision, **parts)
+        return Form(self.q.shape[3], self.v.shape[3], tma, by_tma(self.delta), self.precision, **parts)
+
+    def fp32(self, *size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=self.q.device)
 
     def _statistics(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         columns = triton.next_power_of_2(out.shape[3])
         block = max(1, 4096 // columns)
         wrap_triton(statistics_kernel)[
-            (triton.cdiv(self.rows, block), self.batches * self.heads)
+            (triton.cdiv(self.padded, block), self.batches * self.heads)
         ](
-            out, self.do, lse, dlse, *self.delta, self.rows, self.heads, *out.stride()[:3],
+            out, self.do, lse, dlse, *self.delta, self.rows, self.padded, self.heads, *out.stride()[:3],
             *self.do.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
             VALUE=out.shape[3], COLUMNS=columns, ROWS=block, num_warps=4,
         )  # fmt: skip
@@ -127,14 +133,26 @@ class _Backward:
         tensors = (self.q, self.k, self.v, self.do)
         for operand, tensor, block in zip(form.operands, tensors, blocks, strict=True):
             values |= operand.values(tensor, block)
-        values |= {"delta_ptr": self.delta[0], "shift_ptr": self.delta[1]}
+        values |= self._rows(form, block_m)
         values |= score_values(self.program, self.inputs, self.numbers)
         values |= {
             "rows": self.rows, "columns": self.columns, "kv_heads": self.kv_heads,
-            "group": self.heads // self.kv_heads, "heads": self.heads,
+            "group": self.heads // self.kv_heads, "heads": self.heads, "padded": self.padded,
             "BLOCK_M": block_m, "BLOCK_N": block_n,
         }  # fmt: skip
         return values
+
+    def _rows(self, form: Form, block: int) -> dict[str, Any]:
+        """lse2 and delta, as the kernels are given them."""
+        if not form.descriptors:
+            return {"delta_ptr": self.delta[0], "shift_ptr": self.delta[1]}
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        delta, shift = self.delta.flatten(1, 2)
+        return {
+            name: TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, block])
+            for name, rows in (("delta_desc", delta), ("shift_desc", shift))
+        }
 
     def _together(self, length: int, heads: int) -> int:
         """How many heads take turns, whose tensors of ``length`` stay in the L2."""
@@ -238,12 +256,12 @@ def backward(
     for i in wanted:
         axes = program.inputs[i].axes
         kind = gradient_axis(axes)
-        shape = (*q.shape[:2], q.shape[2] if kind == "rows" else k.shape[2])
         if kind == "pairs":
             grads[i] = torch.empty(inputs[i].shape, dtype=inputs[i].dtype, device=q.device)
             call.pairs(i, grads[i], pairs_tiling(dtype, head, value))
         else:
-            sums[kind][i] = torch.empty(shape, dtype=torch.float32, device=q.device)
+            length = call.padded if kind == "rows" else k.shape[2]
+            sums[kind][i] = call.fp32(*q.shape[:2], length)
     if needed[1] or needed[2] or sums["columns"]:
         call.keys(
             dk if needed[1] else None, dv if needed[2] else None, sums["columns"],
@@ -255,5 +273,6 @@ def backward(
         )
     for kind, at in (("rows", 3), ("columns", 2)):
         for i, partials in sums[kind].items():
-            grads[i] = _reduced(partials.unsqueeze(at), inputs[i], program.inputs[i].axes)
+            partials = partials[:, :, : q.shape[2] if kind == "rows" else None].unsqueeze(at)
+            grads[i] = _reduced(partials, inputs[i], program.inputs[i].axes)
     return dq, dk, dv, grads
