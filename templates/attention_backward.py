@@ -14,7 +14,8 @@ and goes over keys. ``pairs_kernel`` holds a tile of both and goes over what an 
 broadcast along. Nothing is added to memory by two programs, so all is deterministic. A row without
 keys has lse2 = inf, hence p = 0: its gradients are 0.
 
-Where a kernel of keys stores ds (``staged``), one of rows reads it instead of making it again.
+A kernel of rows makes s and dP once more, 7 products in all where 5 would do. ``staged``, the
+kernel of keys stores ds and ``product_kernel`` multiplies it by k: see ``attention_staging``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .attention_program import Program
+from . import attention_staging as staging
+from .attention_program import Program, Span
 from .attention_text import (
     Operand,
     indented,
@@ -41,7 +43,7 @@ from .attention_text import (
 )
 
 # Sizes that are not to be compiled in.
-SIZES = ["rows", "columns", "kv_heads", "group", "heads", "together", "padded"]
+SIZES = ["rows", "columns", "kv_heads", "group", "heads", "together", "padded", "first"]
 
 STATISTICS = ("shift", "delta")  # lse2 and delta
 
@@ -56,7 +58,8 @@ def gradient_axis(axes: str) -> str:
 class Form:
     """What is compiled besides the program. ``head``, ``value``: D and Dv. ``loaded``: q, k, v and
     do through tensor descriptors, ``descriptors``: lse2 and delta as well. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a
-    kernel makes. ``inputs``: the numbers of the inputs whose gradient it makes."""
+    kernel makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``staged``: ds goes
+    through memory, which ``attention_staging`` describes."""
 
     head: int
     value: int
@@ -67,6 +70,7 @@ class Form:
     dk: tuple[int, ...] = ()
     dv: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
+    staged: bool = False
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand, Operand]:
@@ -124,7 +128,7 @@ chunk = pid // many
 rest = pid % many
 width = tl.minimum(together, tl.num_programs(0) // tiles - chunk * together)
 {axis}_start = ({tile}) * {block}
-bh = chunk * together + rest % width"""
+bh = first + chunk * together + rest % width"""
 
 
 def _statistics(form: Form, expanded: str) -> str:
@@ -208,6 +212,8 @@ def _keys_body(program: Program, form: Form, masked: bool) -> str:
         lines.append("narrow_ds = ds.to(query0.dtype)")
     for i in form.dk:
         lines.append(f"dk{i} = tl.dot(narrow_ds, query{i}, dk{i}{options})")
+    if form.staged:
+        lines.append(staging.store("narrow_ds"))
     return joined(*lines)
 
 
@@ -217,12 +223,16 @@ def keys_parameters(program: Program, form: Form) -> list[str]:
         if getattr(form, name):
             names += Operand(name, 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
+    names += staging.PARAMETERS if form.staged else []
     return [*names, *score_parameters(program), *SIZES]
 
 
 def _keys(program: Program, form: Form) -> str:
     query, key, value, out_grad = form.operands
-    over = loops(program.column_spans, "q", "rows", "BLOCK_M")
+    if form.staged:
+        over = loops(staging.whole(program.column_spans), "q", "padded", "BLOCK_M")
+    else:
+        over = loops(program.column_spans, "q", "rows", "BLOCK_M")
     zeros = [
         f"{name}{i} = tl.zeros([BLOCK_N, {operand.pieces[i].size}], tl.float32)"
         for name, operand, which in (("dk", key, form.dk), ("dv", value, form.dv))
@@ -241,6 +251,7 @@ def _keys(program: Program, form: Form) -> str:
         inputs_at(program),
         "row = b * heads + h",
         "row_at = tl.cast(row, tl.int64) * padded",
+        staging.slot("bh - first", "member") if form.staged else "",
         *sums,
         over.full(_keys_body(program, form, False)),
         over.partial(_keys_body(program, form, True)),
@@ -270,6 +281,7 @@ def _keys(program: Program, form: Form) -> str:
         _loaded(value, "k_start", "BLOCK_N", "columns"),
         *zeros,
         over.head,
+        staging.place(program, "k_start // BLOCK_N", "BLOCK_N") if form.staged else "",
         "for member in range(0, group):",
         indented(head),
         *ends,
@@ -371,6 +383,55 @@ def rows_kernel(program: Program, form: Form) -> Any:
         rows_parameters(program, form),
         ["BLOCK_M", "BLOCK_N", "STAGES"],
         _rows(program, form),
+        unspecialised=[*SIZES, *(f"n{i}" for i in range(program.numbers))],
+    )
+
+
+# ----------------------------------------------------------------------------------------
+# dq of a ds that is stored
+
+
+def product_parameters(program: Program, form: Form) -> list[str]:
+    names = [*form.operands[1].parameters, *Operand("dq", 0).parameters, *staging.PARAMETERS]
+    return [*names, *(f"n{i}" for i in range(program.numbers)), *SIZES]
+
+
+def _product(program: Program, form: Form) -> str:
+    query, key, *_ = form.operands
+    over = loops([Span(s.lo, s.hi, "0", "0") for s in program.row_spans], "k", "columns", "BLOCK_N")
+    result = Operand("dq", form.head)
+    body = [
+        staging.place(program, "k_start // STRIPE", "STRIPE"),
+        staging.load("narrow_ds", "k_start % STRIPE"),
+        _loaded(key, "k_start", "BLOCK_N", "columns"),
+        *(f"dq{i} = tl.dot(tl.trans(narrow_ds), key{i}, dq{i})" for i in form.dq),
+    ]
+    return joined(
+        _place("q", "rows", "BLOCK_M", True),
+        "b = bh // heads",
+        "h = bh % heads",
+        staging.slot("(bh - first) // group", "bh % group"),
+        "q0 = q_start",
+        "q1 = tl.minimum(q_start + BLOCK_M, rows) - 1",
+        key.at("b", "h // group"),
+        result.at(),
+        *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
+        over.head,
+        over.partial(joined(*body)),
+        *(
+            result.store(i, "q_start", "BLOCK_M", "rows", f"dq{i}{_ds_factor(program, form.inputs)}")
+            for i in form.dq
+        ),
+    )
+
+
+@functools.cache
+def product_kernel(program: Program, form: Form) -> Any:
+    return kernel_of(
+        "attention_product",
+        product_parameters(program, form),
+        ["BLOCK_M", "BLOCK_N", "STRIPE", "STAGES"],
+        _product(program, form),
         unspecialised=[*SIZES, *(f"n{i}" for i in range(program.numbers))],
     )
 
