@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
     from inductor_ext.ops._scan import scan as scan
     from inductor_ext.ops._softmax import log_softmax as log_softmax
     from inductor_ext.ops._softmax import softmax as softmax
+    from inductor_ext.ops._sparse_attention import sparse_attention as sparse_attention
 
 _HOME = {
     "attention": "_attention_function",
@@ -41,6 +42,7 @@ _HOME = {
     "scan": "_scan",
     "sinkhorn": "_mhc",
     "softmax": "_softmax",
+    "sparse_attention": "_sparse_attention",
     "sparse_distillation_loss": "_distillation",
 }
 
