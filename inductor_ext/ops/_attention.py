@@ -153,12 +153,11 @@ def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
     numbers: list[int], score: str, empty: str, out: Tensor, lse: Tensor, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    places = [_like(t, t.shape[-1]) for t in (q, k, v)]
-    given, inputs = inputs, [_collapsed(x) for x in inputs]
+    """``needed``: of q, k, v and of each input; what is not needed comes empty."""
+    dq, dk, dv, own = _places(q, k, v, inputs, needed)
+    inputs = [_collapsed(x) for x in inputs]
     if q.numel() == 0 or k.shape[2] == 0:
-        zero = [p.zero_() for p in places]
-        dinputs = [t.zero_() for t in _gradients(given, needed)]
-        return zero[0], zero[1], zero[2], dinputs
+        return dq.zero_(), dk.zero_(), dv.zero_(), [t.zero_() for t in own]
     program = program_of(inputs, numbers, score, empty) if kernels_apply(q) else None
     case = _case(q, k, v, numbers, program)
     chosen = choice.backward(case, of_lse=dlse is not None)
@@ -168,27 +167,43 @@ def _backward(
         found = [*compat_attention.cudnn_backward(
             _into(torch.empty_like(out), do), q, k, v, out, lse, bool(program.keep), program.scale
         )]  # fmt: skip
-        dinputs = []
+        dinputs = [zero for zero in inputs]
     elif chosen == "kernel":
         from inductor_ext.templates import attention_backward_launch as launch
 
         assert program is not None
         # An input that is only compared has a gradient of 0, which no kernel writes.
-        asked = [n and i in program.differentiable for i, n in enumerate(needed)]
+        of_inputs = [n and i in program.differentiable for i, n in enumerate(needed[3:])]
         *found, dinputs = launch.backward(
-            do, dlse, q, k, v, inputs, numbers, program, out, lse, asked, float32_precision()
-        )
-        dinputs = [f if a else q.new_zeros(()).expand(x.shape)
-                   for f, a, x in zip(dinputs, asked, inputs, strict=True)]  # fmt: skip
+            do, dlse, q, k, v, inputs, numbers, program, out, lse, [*needed[:3], *of_inputs],
+            float32_precision(),
+        )  # fmt: skip
+        zero = q.new_zeros(())
+        dinputs = [
+            f if there else zero.expand(x.shape)
+            for f, there, x in zip(dinputs, of_inputs, inputs, strict=True)
+        ]
     else:
-        *found, sums = composed.backward(do, dlse, q, k, v, inputs, numbers, score, needed)
-        there = iter(sums)
-        dinputs = [next(there) if need else q.new_empty(0) for need in needed]
-    dq, dk, dv = (_into(p, f) for p, f in zip(places, found, strict=True))
-    if not dinputs:
-        dinputs = [q.new_empty(0) for _ in inputs]
-    own = zip(_gradients(given, needed), dinputs, needed, strict=True)
-    return dq, dk, dv, [_spread(place, part) if need else place for place, part, need in own]
+        *found, dinputs = composed.backward(
+            do, dlse, q, k, v, inputs, numbers, score, needed
+        )  # fmt: skip
+    results = [
+        _spread(place, part) if need else place
+        for place, part, need in zip((dq, dk, dv, *own), (*found, *dinputs), needed, strict=True)
+    ]
+    return results[0], results[1], results[2], results[3:]
+
+
+def _places(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Memory for the gradients."""
+    dq, dk, dv = (
+        _like(t, t.shape[-1]) if need else t.new_empty(0)
+        for t, need in zip((q, k, v), needed, strict=False)
+    )
+    others = zip(inputs, needed[3:], strict=True)
+    return dq, dk, dv, [x.new_empty(x.shape if need else 0) for x, need in others]
 
 
 def _collapsed(x: Tensor) -> Tensor:
@@ -200,8 +215,8 @@ def _collapsed(x: Tensor) -> Tensor:
 
 
 def _spread(place: Tensor, found: Tensor) -> Tensor:
-    """The gradient of an expanded input: only its sum along those dimensions means anything, as of
-    a slice's, so it is at the first place."""
+    """A gradient in its place. Of that of an expanded input only the sum along those dimensions
+    means anything: it is at the first place, as a slice's would be."""
     if place.shape == found.shape:
         return _into(place, found)
     whole = place.zero_()
@@ -211,20 +226,12 @@ def _spread(place: Tensor, found: Tensor) -> Tensor:
     return whole
 
 
-def _gradients(inputs: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
-    return [
-        x.new_empty(x.shape) if need else x.new_empty(0)
-        for x, need in zip(inputs, needed, strict=True)
-    ]
-
-
 @_backward.register_fake
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
     numbers: list[int], score: str, empty: str, out: Tensor, lse: Tensor, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    dq, dk, dv = (_like(t, t.shape[-1]) for t in (q, k, v))
-    return dq, dk, dv, _gradients(inputs, needed)
+    return _places(q, k, v, inputs, needed)
 
 
 @opaque_op("inductor_ext::attention_columns")
@@ -271,10 +278,12 @@ def _ragged(
         from inductor_ext.templates import attention_decode_launch as decode
 
         program = program_of(inputs, numbers, score, empty)
-        if program is not None and decode.fits(q, k) and q.numel():
+        fits = decode.fits(q, k, block_table is not None)
+        if program is not None and fits and q.numel() and k.numel():
+            table = None if block_table is None else block_table.to(torch.int32)
             out, lse = decode.decode(
-                q, k, v, inputs, numbers, program, float32_precision(), lengths=lengths,
-                block_table=block_table,
+                q, k, v, inputs, numbers, program, float32_precision(),
+                lengths=lengths.to(torch.int32), block_table=table,
             )  # fmt: skip
             return _into(_like(q, v.shape[-1]), out), lse.contiguous()
     if block_table is not None:
@@ -312,14 +321,17 @@ def _grad(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         return None, None, None, [None] * len(inputs), *rest
     if do is None:
         do = torch.zeros_like(out)
-    needed = list(ctx.needs_input_grad[3])
+    needed = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[3]]
     if torch.is_grad_enabled() or under_functorch():
         dq, dk, dv, *dinputs = _again(ctx, (q, k, v, *inputs), do, dlse)
         return dq, dk, dv, dinputs, *rest
     dq, dk, dv, dinputs = _backward(
         do, dlse, q, k, v, inputs, ctx.numbers, ctx.score, ctx.empty, out, lse, needed
     )
-    return dq, dk, dv, [g if n else None for g, n in zip(dinputs, needed, strict=True)], *rest
+    dq, dk, dv, *dinputs = (
+        g if n else None for g, n in zip((dq, dk, dv, *dinputs), needed, strict=True)
+    )
+    return dq, dk, dv, dinputs, *rest
 
 
 def _again(ctx: Any, tensors: Any, do: Tensor, dlse: Tensor | None) -> Any:

@@ -64,7 +64,8 @@ def attention(
             size, Hkv, D], and key j of sequence b is in page ``block_table[b, j // page size]``.
             Entries behind a sequence's end are not looked at, but must be pages.
         lengths: [B], int32 or int64: the keys that each sequence has, from the front; Sk in all of
-            the above is this then. Needed with ``block_table``. One over Sk is not noticed.
+            the above is this then. Needed with ``block_table``. Not looked at by the host: what
+            rows of a length below 0 or over Sk give is not defined.
         dropout: probability with which a weight is 0, the others scaled up, by torch's generator.
             Computed by SDPA where nothing else is asked for but ``causal``, else of torch functions
             with Sq x Sk weights in memory.
