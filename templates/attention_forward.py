@@ -30,10 +30,11 @@ class Layout:
     """The operands, the ``precision`` of products of fp32, and the form of the loop.
 
     ``merged``: one loop over all tiles, whose mask is a branch, in place of one over whole tiles
-    and one over the others. ``halves``: a program owns that many blocks of BLOCK_M rows, so that
-    the softmax of one runs beside products of another. ``lagged``: the second of two is one tile of
-    keys behind the first, which lets its q k^T run beside the first one's softmax as well;
-    needs ``merged``."""
+    and one over the others. ``late``: p of a tile meets v one step later, which lets that product
+    run beside the next softmax. ``halves``: a program owns that many blocks of BLOCK_M rows, so
+    that the softmax of one runs beside products of another. ``lagged``: the second of two is one
+    tile of keys behind the first, which lets its q k^T run beside the first one's softmax as well:
+    for ``simple`` scores."""
 
     q: Operand
     k: Operand
@@ -42,6 +43,8 @@ class Layout:
     merged: bool = False
     halves: int = 1
     lagged: bool = False
+    late: bool = False
+    described: tuple[int, ...] = ()
 
     @property
     def out(self) -> Operand:
@@ -59,7 +62,7 @@ def parameters(program: Program, layout: Layout) -> list[str]:
     names += ["lse_ptr", "rows", "columns", "heads", "group", "total", "section"]
     if program.documents:
         names += ["doc_ptr", "doc_b", "doc_h"]
-    return names + text.score_parameters(program)
+    return names + text.score_parameters(program, layout.described)
 
 
 def _place(layout: Layout) -> str:
@@ -119,11 +122,13 @@ def _softmax(program: Program, u: int, masked: bool) -> str:
     return "\n".join(lines)
 
 
-def _score(program: Program, u: int, how: str, masked: str) -> str:
+def _score(program: Program, layout: Layout, u: int, how: str, masked: str) -> str:
     """From ``s`` of block ``u`` to what the softmax reads; ``masked``: when to mask, or ""."""
     value = "s" if simple(program) else "r"
     places = f"q_start = {_start(u)}\nq = q_start + ql\nk = k_start + kl"
-    loads = text.input_loads(program, q_inside=False, k_inside=how == "full")
+    loads = text.input_loads(
+        program, q_inside=False, k_inside=how == "full", described=layout.described
+    )
     mask = joined(
         text.kept(program, q_inside=True), f'{value} = tl.where(keep, {value}, float("-inf"))'
     )
@@ -142,7 +147,7 @@ def _values(layout: Layout, u: int, tiles: str) -> str:
     for i in range(len(layout.v.pieces)):
         lines += [
             f"acc{u}_{i} = acc{u}_{i} * alpha[:, None]",
-            f"acc{u}_{i} = tl.dot(p.to({tiles}{i}.dtype), {tiles}{i}, acc{u}_{i}{_dot(layout)})",
+            f"acc{u}_{i} = tl.dot(p.to({_dtype(layout)}), {tiles}{i}, acc{u}_{i}{_dot(layout)})",
         ]
     return "\n".join(lines)
 
@@ -167,28 +172,62 @@ def _body(program: Program, layout: Layout, how: str) -> str:
     lines = [_loads(layout.k, "kt", "k_start", limit)]
     lines += [f"s{u} = {_product(layout, u)}" for u in range(layout.halves)]
     for u in range(layout.halves):
-        lines += [f"s = s{u}", _score(program, u, how, masked), _softmax(program, u, how != "full")]
+        lines += [
+            f"s = s{u}",
+            _score(program, layout, u, how, masked),
+            _softmax(program, u, how != "full"),
+        ]
         if not u:
             lines.append(_loads(layout.v, "vt", "k_start", limit))
         lines.append(_values(layout, u, "vt"))
     return joined(*lines)
 
 
-def _lagged(program: Program, layout: Layout) -> str:
-    """A tile of keys of the first block, the one before of the second; step ``steps`` has none for
-    the first, step 0 none for the second. Nothing of the step reads its last q k^T."""
+def _late(program: Program, layout: Layout, how: str) -> str:
+    """The scores of a tile of keys and the values of the one before."""
+    limit = "" if how == "full" else "columns"
     return joined(
-        _loads(layout.k, "kt", "k_start", "columns"),
+        _loads(layout.k, "kt", "k_start", limit),
+        f"s = {_product(layout, 0)}",
+        _loads(layout.v, "vt", "k_last", limit),
+        f"p = carried.to({_dtype(layout)}, bitcast=True)",
+        _values(layout, 0, "vt"),
+        _score(program, layout, 0, how, "step >= whole" if how == "merged" else ""),
+        _softmax(program, 0, how != "full"),
+        _carried(layout),
+        "k_last = k_start",
+    )
+
+
+def _carried(layout: Layout) -> str:
+    """p for the next step, as whole numbers: an operand that is itself carried by a loop would
+    pass through shared memory."""
+    bits = "tl.int32" if layout.precision else "tl.int16"
+    return f"carried = p.to({_dtype(layout)}).to({bits}, bitcast=True)"
+
+
+def _dtype(layout: Layout) -> str:
+    if layout.v.tma:
+        return f"{layout.v.name}_desc0.dtype"
+    return f"{layout.v.name}_ptr.dtype.element_ty"
+
+
+def _lagged(program: Program, layout: Layout, how: str) -> str:
+    """A tile of keys of the first block, the one before of the second, whose first is all -inf.
+    Nothing of a step waits for its last q k^T."""
+    limit = "" if how == "full" else "columns"
+    return joined(
+        _loads(layout.k, "kt", "k_start", limit),
         f"s = {_product(layout, 0)}",
         f"later = {_product(layout, 1)}",
-        _score(program, 0, "merged", "step >= whole"),
-        _softmax(program, 0, True),
-        _loads(layout.v, "vt", "k_start", "columns"),
+        _score(program, layout, 0, how, ""),
+        _softmax(program, 0, how != "full"),
+        _loads(layout.v, "vt", "k_start", limit),
         _values(layout, 0, "vt"),
         "k_next = k_start\nk_start = k_last\ns = behind",
-        _score(program, 1, "merged", "step > whole"),
+        _score(program, layout, 1, how, ""),
         _softmax(program, 1, True),
-        _loads(layout.v, "wt", "k_start", "columns"),
+        _loads(layout.v, "wt", "k_start", limit),
         _values(layout, 1, "wt"),
         "behind = later\nk_last = k_next",
     )
@@ -199,7 +238,24 @@ def _steps(program: Program, layout: Layout, tiles: text.Loops) -> str:
         return joined(
             'behind = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)',
             "k_last = q0 * 0",
-            tiles.merged(_lagged(program, layout), extra="tl.cdiv(columns, BLOCK_N) * BLOCK_N"),
+            tiles.full(_lagged(program, layout, "full")),
+            tiles.partial(
+                _lagged(program, layout, "partial"), extra="tl.cdiv(columns, BLOCK_N) * BLOCK_N"
+            ),
+        )
+    if layout.late:
+        one = functools.partial(_late, program, layout)
+        return joined(
+            "p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
+            _carried(layout),
+            "alpha = tl.full([BLOCK_M], 1.0, tl.float32)",
+            "k_last = q0 * 0",
+            tiles.merged(one("merged"))
+            if layout.merged
+            else joined(tiles.full(one("full")), tiles.partial(one("partial"))),
+            _loads(layout.v, "vt", "k_last", "columns"),
+            f"p = carried.to({_dtype(layout)}, bitcast=True)",
+            _values(layout, 0, "vt"),
         )
     if layout.merged:
         return tiles.merged(_body(program, layout, "merged"))
@@ -254,7 +310,7 @@ def body(program: Program, layout: Layout) -> str:
         layout.q.at(),
         layout.k.at(head="h // group"),
         layout.v.at(head="h // group"),
-        text.inputs_at(program),
+        text.inputs_at(program, described=layout.described),
         *(_begin(layout, u) for u in halves),
         tiles.head,
         _steps(program, layout, tiles),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.library import wrap_triton
 
 from . import attention_forward
 from .attention_program import Program
-from .attention_text import Operand, by_tma, score_values
+from .attention_text import Operand, by_tma, describable, score_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Tiling:
     merged: bool = False
     halves: int = 1
     lagged: bool = False
+    late: bool = False
     registers: int = 0
     near: int = 24
 
@@ -39,14 +39,10 @@ def tiling(dtype: torch.dtype, d: int, dv: int) -> Tiling:
     widest = max(d, dv)
     if dtype == torch.float32:
         return Tiling(64, 32, 4, 2) if widest <= 128 else Tiling(32, 16, 4, 1)
-    if widest <= 64:
-        return Tiling(128, 64, 4, 3)
     if widest <= 128:
-        return Tiling(128, 128, 8, 2)
-    if widest <= 192:
-        return Tiling(128, 64, 8, 2)
+        return Tiling(128, 128, 8, 2, late=True)
     if widest <= 256:
-        return Tiling(128, 64, 8, 2)
+        return Tiling(128, 64, 8, 2, late=True)
     return Tiling(64, 32, 8, 1)
 
 
@@ -59,9 +55,7 @@ def dense(t: Tensor) -> Tensor:
 def like(q: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
     """Memory [*q.shape[:3], last] with q's order of dimensions, dense."""
     order = sorted(range(3), key=lambda i: -q.stride(i))
-    out = torch.empty(
-        [*(q.shape[i] for i in order), last], dtype=dtype or q.dtype, device=q.device
-    )
+    out = torch.empty([*(q.shape[i] for i in order), last], dtype=dtype or q.dtype, device=q.device)
     return out.permute(*(order.index(i) for i in range(3)), 3)
 
 
@@ -102,9 +96,10 @@ def forward(
         return out.fill_(0.0 if program.empty == "zero" else float("nan")), lse.fill_(-float("inf"))
     chosen = chosen or tiling(q.dtype, d, dv)
     q, k, v = dense(q), dense(k), dense(v)
+    described = describable(program, inputs)
     layout = attention_forward.Layout(
         operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
-        chosen.merged, chosen.halves, chosen.lagged,
+        chosen.merged, chosen.halves, chosen.lagged, chosen.late, described,
     )  # fmt: skip
     values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
     values |= layout.v.values(v, chosen.block_n) | layout.out.values(out, chosen.block_m)
@@ -113,7 +108,7 @@ def forward(
         "group": heads // k.shape[1], "total": batch * heads,
         "section": section(k, v, heads, chosen.near),
     }  # fmt: skip
-    values |= score_values(program, inputs, numbers)
+    values |= score_values(program, inputs, numbers, described, (chosen.block_m, chosen.block_n))
     options: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
     if chosen.registers:
         options["maxnreg"] = chosen.registers

@@ -83,13 +83,8 @@ class Operand:
         """What is passed for the parameters, for tiles of ``block`` rows."""
         if not self.tma:
             return dict(zip(self.parameters, [tensor, *tensor.stride()[:3]], strict=True))
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        # The stride of a dimension of size 1 is any number, and has to be a fit one.
-        strides = [16 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-        strides[3] = 1
         return {
-            name: TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, block, piece.size])
+            name: _descriptor(tensor, [1, 1, block, piece.size])
             for name, piece in zip(self.parameters, self.pieces, strict=True)
         }
 
@@ -134,6 +129,14 @@ class Operand:
         return f"tl.store({self.address(i, start, block)}, {value}, {mask})"
 
 
+def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # The stride of a dimension of size 1 is any number, and has to be a fit one.
+    strides = [16 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:3], 1], block)
+
+
 def by_tma(tensor: torch.Tensor) -> bool:
     """Whether tensor descriptors can describe it: base and strides are multiples of 16 bytes."""
     size = tensor.element_size()
@@ -166,30 +169,62 @@ def product(left: Sequence[str], right: Sequence[str], options: str = "", start:
 # the score
 
 
-def score_parameters(program: Program) -> list[str]:
-    """The kernel's parameters that the score needs: inputs with a stride per axis, numbers."""
+def describable(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The inputs that vary along rows and columns and that tensor descriptors can describe."""
+    return tuple(
+        i
+        for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True))
+        if {"q", "k"} <= set(given.axes)
+        and given.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and by_tma(_unexpanded(tensor))
+    )
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    for dim in range(4):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def score_parameters(program: Program, described: Sequence[int] = ()) -> list[str]:
+    """The kernel's parameters that the score needs: inputs with a stride per axis, or a descriptor
+    of each of ``described``, and numbers."""
     names = []
     for i, given in enumerate(program.inputs):
-        names += [f"x{i}_ptr", *(f"x{i}_{axis}" for axis in given.axes)]
+        if i in described:
+            names.append(f"x{i}_desc")
+        else:
+            names += [f"x{i}_ptr", *(f"x{i}_{axis}" for axis in given.axes)]
     return names + [f"n{i}" for i in range(program.numbers)]
 
 
 def score_values(
-    program: Program, inputs: Sequence[torch.Tensor], numbers: Sequence[int]
-) -> dict[str, Any]:
-    """What is passed for ``score_parameters``. inputs: four-dimensional, in "bhqk" order."""
+    program: Program, inputs: Sequence[torch.Tensor], numbers: Sequence[int],
+    described: Sequence[int] = (), blocks: tuple[int, int] = (0, 0),
+) -> dict[str, Any]:  # fmt: skip
+    """What is passed for ``score_parameters``. inputs: four-dimensional, in "bhqk" order; blocks:
+    the rows and columns of a tile, for descriptors."""
     values: dict[str, Any] = {}
     for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True)):
+        if i in described:
+            tensor = _unexpanded(tensor)
+            values[f"x{i}_desc"] = _descriptor(tensor, [1, 1, *blocks])
+            continue
         values[f"x{i}_ptr"] = tensor
         for axis in given.axes:
             values[f"x{i}_{axis}"] = tensor.stride("bhqk".index(axis))
     return values | {f"n{i}": number for i, number in enumerate(numbers)}
 
 
-def inputs_at(program: Program, used: Sequence[int] | None = None) -> str:
+def inputs_at(
+    program: Program, used: Sequence[int] | None = None, described: Sequence[int] = ()
+) -> str:
     """Statements behind every change of ``b`` or ``h``: where the inputs' matrices are."""
     lines = []
     for i in range(len(program.inputs)) if used is None else used:
+        if i in described:
+            continue
         terms = [f"x{i}_ptr"]
         for axis in program.inputs[i].axes:
             if axis in "bh":
@@ -199,15 +234,24 @@ def inputs_at(program: Program, used: Sequence[int] | None = None) -> str:
 
 
 def input_loads(
-    program: Program, q_inside: bool, k_inside: bool, used: Sequence[int] | None = None
-) -> str:
+    program: Program, q_inside: bool, k_inside: bool, used: Sequence[int] | None = None,
+    described: Sequence[int] = (), blocks: tuple[str, str] = ("BLOCK_M", "BLOCK_N"),
+    transposed: bool = False,
+) -> str:  # fmt: skip
     """Statements that load the inputs of a tile as ``x0, ...``. ``q_inside``, ``k_inside``: all of
-    the tile's rows, columns exist; what does not exist is 0."""
+    the tile's rows, columns exist; what does not exist is 0. ``transposed``: tiles are
+    [columns, rows], which only descriptors have to be told."""
     lines = []
     for i in range(len(program.inputs)) if used is None else used:
+        given = program.inputs[i]
+        if i in described:
+            b, h = ("b" if "b" in given.axes else "0"), ("h" if "h" in given.axes else "0")
+            load = f"x{i}_desc.load([{b}, {h}, q_start, k_start]).reshape({', '.join(blocks)})"
+            lines.append(f"x{i} = {load}{'.T' if transposed else ''}")
+            continue
         far, near, masks = [f"x{i}_at"], [], []
         for axis, inside in (("q", q_inside), ("k", k_inside)):
-            if axis not in program.inputs[i].axes:
+            if axis not in given.axes:
                 continue
             far.append(f"tl.cast({axis}_start, tl.int64) * x{i}_{axis}")
             near.append(f"{axis}l * x{i}_{axis}")
@@ -268,18 +312,18 @@ class Loops:
     def full(self, body: str, options: str = "num_stages=STAGES") -> str:
         return self._loop(self.starts[0], self.counts[0], body, options)
 
-    def partial(self, body: str, options: str = "num_stages=STAGES") -> str:
-        return self._loop(self.starts[1], self.counts[1], body, options)
-
-    def merged(self, body: str, options: str = "num_stages=STAGES", extra: str = "") -> str:
-        """One loop over all tiles; the first ``whole`` of its ``step`` are kept whole. ``extra``:
-        where one more step behind the last is, "" for none."""
-        behind = re.sub(r"\bstep\b", "(step - whole)", self.starts[1])
-        start = f"tl.where(step < whole, {self.starts[0]}, {behind})"
-        count = f"whole + {self.counts[1]}"
+    def partial(self, body: str, options: str = "num_stages=STAGES", extra: str = "") -> str:
+        """``extra``: where one more step behind the last is, "" for none."""
+        start, count = self.starts[1], self.counts[1]
         if extra:
             start, count = f"tl.where(step < {count}, {start}, {extra})", f"{count} + 1"
-        loop = self._loop(start, count, body, options)
+        return self._loop(start, count, body, options)
+
+    def merged(self, body: str, options: str = "num_stages=STAGES") -> str:
+        """One loop over all tiles; the first ``whole`` of its ``step`` are kept whole."""
+        behind = re.sub(r"\bstep\b", "(step - whole)", self.starts[1])
+        start = f"tl.where(step < whole, {self.starts[0]}, {behind})"
+        loop = self._loop(start, f"whole + {self.counts[1]}", body, options)
         return f"whole = {self.counts[0]}\n{loop}"
 
 
