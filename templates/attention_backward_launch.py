@@ -33,12 +33,13 @@ L2_BYTES = 32 << 20  # of an H200's, what heads that take turns may read again a
 
 @dataclass(frozen=True)
 class Tiling:
-    """Query rows and keys of a tile, warps, pipeline stages."""
+    """Query rows and keys of a tile, warps, pipeline stages; ``ahead``: as in ``Form``."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    ahead: bool = False
 
 
 def _width(dim: int) -> int:
@@ -97,14 +98,22 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _like(tensor: Tensor) -> Tensor:
     out = torch.empty_like(tensor)
-    return out if out.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return (
+        out
+        if out.stride(-1) == 1
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    )
 
 
 def _reduced(partials: Tensor, given: Tensor, axes: str) -> Tensor:
     """[B, H, Sq or 1, Sk or 1] summed over what the input is broadcast along."""
     over = [i for i, axis in enumerate("bhqk") if axis not in axes and partials.shape[i] != 1]
     total = partials.sum(over, keepdim=True) if over else partials
-    return total.to(given.dtype).expand(given.shape) if total.shape != given.shape else total.to(given.dtype)
+    return (
+        total.to(given.dtype).expand(given.shape)
+        if total.shape != given.shape
+        else total.to(given.dtype)
+    )
 
 
 class _Stage:
@@ -140,7 +149,9 @@ class _Backward:
 
     def form(self, **parts: Any) -> Form:
         tma: Any = self.tma
-        return Form(self.q.shape[3], self.v.shape[3], tma, by_tma(self.delta), self.precision, **parts)
+        return Form(
+            self.q.shape[3], self.v.shape[3], tma, by_tma(self.delta), self.precision, **parts
+        )
 
     def fp32(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self.q.device)
@@ -198,7 +209,7 @@ class _Backward:
         form = self.form(
             dk=() if dk is None else tuple(range(len(pieces(self.q.shape[3])))),
             dv=() if dv is None else tuple(range(len(pieces(self.v.shape[3])))),
-            inputs=tuple(sums), staged=stage is not None,
+            inputs=tuple(sums), staged=stage is not None, ahead=chosen.ahead,
         )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
         group = self.heads // self.kv_heads
@@ -217,8 +228,8 @@ class _Backward:
         """dq, and ``sums`` [B, Hq, padded] of the inputs along rows or neither."""
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
-            inputs=tuple(sums),
-        )
+            inputs=tuple(sums), ahead=chosen.ahead,
+        )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
         heads = self.batches * self.heads
         values["together"] = self._together(self.columns, heads)
@@ -289,9 +300,7 @@ class _Backward:
     def _launch(self, kernel: Any, programs: int, values: dict[str, Any], chosen: Tiling) -> None:
         values["STAGES"] = chosen.stages
         values = {name: values[name] for name in kernel.arg_names}
-        wrap_triton(kernel)[(programs,)](
-            **values, num_warps=chosen.warps, num_stages=chosen.stages
-        )
+        wrap_triton(kernel)[(programs,)](**values, num_warps=chosen.warps, num_stages=chosen.stages)
 
 
 def backward(
