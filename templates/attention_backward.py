@@ -7,8 +7,8 @@ With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradie
     ds = gradient(g)                     of the program
     dv = p^T do      dk = ds^T q      dq = ds k
 
-``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over query
-rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are the left
+``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over
+query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are the left
 operands of their products as they come out of registers. ``rows_kernel`` holds a tile of query rows
 and goes over keys. ``pairs_kernel`` holds a tile of both and goes over what an input with both is
 broadcast along. Nothing is added to memory by two programs, so all is deterministic. A row without
@@ -94,10 +94,11 @@ def statistics_kernel(
     VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta and lse2 [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` 0 and inf."""
-    bh = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(padded, ROWS)
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
     b = bh // heads
     h = bh % heads
-    q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    q = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     there = q < rows
     inside = there[:, None] & (column < VALUE)
@@ -200,7 +201,7 @@ def _whole_tiles(over: Loops, form: Form, body: str, moving: Operand, held: Oper
 
 
 def _options(form: Form) -> str:
-    return f', input_precision="{form.precision}"'
+    return f', input_precision="{form.precision}"' if form.precision else ""
 
 
 # ----------------------------------------------------------------------------------------
