@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from . import attention_forward
+from . import attention_documents, attention_forward
 from .attention_program import Program
 from .attention_text import Operand, by_tma, describable, score_values
 
@@ -38,12 +38,12 @@ def tiling(dtype: torch.dtype, d: int, dv: int) -> Tiling:
     """What is launched for heads of d and dv numbers."""
     widest = max(d, dv)
     if dtype == torch.float32:
-        return Tiling(64, 32, 4, 2) if widest <= 128 else Tiling(32, 16, 4, 1)
+        return Tiling(64, 32, 4, 2) if widest <= 128 else Tiling(16, 16, 4, 1)
     if widest <= 128:
         return Tiling(128, 128, 8, 2, late=True)
     if widest <= 256:
         return Tiling(128, 64, 8, 2, late=True)
-    return Tiling(64, 32, 8, 1)
+    return Tiling(64, 32, 8, 2, merged=True)
 
 
 def dense(t: Tensor) -> Tensor:
@@ -109,6 +109,9 @@ def forward(
         "section": section(k, v, heads, chosen.near),
     }  # fmt: skip
     values |= score_values(program, inputs, numbers, described, (chosen.block_m, chosen.block_n))
+    if program.documents:
+        found = attention_documents.hulls(program, inputs, "q", chosen.block_m * chosen.halves)
+        values |= attention_documents.hull_values(found)
     options: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
     if chosen.registers:
         options["maxnreg"] = chosen.registers
