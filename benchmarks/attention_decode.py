@@ -95,6 +95,7 @@ TILINGS = (
     (128, 4, 2, True, 1, 2), (128, 8, 3, True, 1, 2), (32, 4, 4, True, 3, 8),
     (32, 4, 3, True, 4, 8), (64, 4, 3, False, 2, 4), (64, 4, 4, False, 2, 4),
     (32, 4, 4, False, 3, 8), (32, 2, 4, False, 3, 8), (64, 8, 4, False, 1, 4),
+    (64, 4, 3, True, 4, 4), (64, 4, 3, True, 2, 2), (64, 4, 3, True, 2, 8), (64, 8, 4, True, 1, 4),
 )  # fmt: skip
 # block, heads, warps, stages, parts of a list
 LIST_TILINGS = (
