@@ -386,7 +386,7 @@ def _head(program: Program, layout: Layout, numbers: str) -> str:
 
 
 def _decode(program: Program, layout: Layout, numbers: str) -> str:
-    constants = "ROWS, BLOCK, LEAST, STAGES, PRECISION, PDL".split(", ")
+    constants = ["ROWS", "BLOCK", "LEAST", "STAGES", "PRECISION", "PDL"]
     given = ", ".join([*arguments(program, layout), *(f"{c}: tl.constexpr" for c in constants)])
     lines = [
         "in_turn(PDL)",
@@ -406,7 +406,7 @@ def _decode(program: Program, layout: Layout, numbers: str) -> str:
 
 
 def _merge(program: Program, layout: Layout, numbers: str) -> str:
-    constants = "SLOTS, BLOCK, LEAST, WIDE, PDL".split(", ")
+    constants = ["SLOTS", "BLOCK", "LEAST", "WIDE", "PDL"]
     given = ", ".join(
         [*merge_arguments(program, layout), *(f"{c}: tl.constexpr" for c in constants)]
     )

@@ -1,4 +1,4 @@
-"""Decode: attention of few query rows over many keys, split over the card. See ``attention_decode``."""
+"""Launches of attention of few query rows over many keys. See ``attention_decode``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Attention of every token over its own list of entries of a latent cache (multi-query, absorbed).
 
-    s[j] = scale q . kv[index_j]       p = softmax over the list       out = sum p_j kv[index_j][:dv]
+    s_j = scale q . kv[index_j]      p = softmax of s      out = sum p_j kv[index_j][:dv]
 
 What is a key is also, in its first dv numbers, its value: entries are gathered once. Tiles are
 entries x heads, so that the entries fill the 64 rows of a wgmma and few heads are its columns; the
@@ -47,7 +47,7 @@ def gather_kernel(
     coming = tl.load(INDICES + first + j, mask=first + j < last, other=-1)
     outside = tl.zeros([BLOCK], tl.int32)
     m = tl.full([HEADS], -float("inf"), tl.float32)
-    l = tl.zeros([HEADS], tl.float32)
+    sums = tl.zeros([HEADS], tl.float32)
     o = tl.zeros([DV, HEADS], tl.float32)
     for i in tl.range(first, last, BLOCK, num_stages=STAGES):
         at = coming
@@ -66,21 +66,21 @@ def gather_kernel(
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         p = tl.exp2(r - shift[None, :])
         faded = tl.exp2(m - shift)
-        l = l * faded + tl.sum(p, 0)
+        sums = sums * faded + tl.sum(p, 0)
         m = higher
         o = o * faded[None, :]
         o = tl.dot(tl.trans(k0), p.to(KV.dtype.element_ty), o, input_precision=PRECISION)
     # An index that no entry has: the token's result is NaN.
-    l = tl.where(tl.max(outside, 0) > 0, float("nan"), l)
+    sums = tl.where(tl.max(outside, 0) > 0, float("nan"), sums)
     if SPLITS == 1:
-        o = tl.where((l == 0.0)[None, :], 0.0, o / l[None, :])
+        o = tl.where((sums == 0.0)[None, :], 0.0, o / sums[None, :])
         place = OUT + b * out_b + t * out_t + (head * out_h)[None, :]
-        tl.store(LSE + line * heads + head, (m + tl.log2(l)) * 0.6931471805599453, mask=real)
+        tl.store(LSE + line * heads + head, (m + tl.log2(sums)) * 0.6931471805599453, mask=real)
     else:
         place = OUT + ((line * SPLITS + split) * heads + head)[None, :] * DV
         stats = STATS + ((line * SPLITS + split) * heads + head) * 2
         tl.store(stats, m, mask=real)
-        tl.store(stats + 1, l, mask=real)
+        tl.store(stats + 1, sums, mask=real)
     tl.store(place + d[:, None], o.to(OUT.dtype.element_ty), mask=real[None, :])
 
 
@@ -100,12 +100,12 @@ def merge_kernel(
     i = tl.arange(0, SLOTS)
     slot = (token * SPLITS + i) * heads + head
     m = tl.load(STATS + 2 * slot, mask=i < SPLITS, other=-float("inf"))
-    l = tl.load(STATS + 2 * slot + 1, mask=i < SPLITS, other=0.0)
+    sums = tl.load(STATS + 2 * slot + 1, mask=i < SPLITS, other=0.0)
     inside = (i < SPLITS)[:, None]
     o = tl.load(PARTS + slot[:, None] * DV + d[None, :], mask=inside, other=0.0)
     top = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top))
-    total = tl.sum(weight * l, 0)
+    total = tl.sum(weight * sums, 0)
     o = tl.sum(weight[:, None] * o, 0)
     o = tl.where(total == 0.0, 0.0, o / total)
     place = OUT + token // tokens * out_b + token % tokens * out_t + head * out_h

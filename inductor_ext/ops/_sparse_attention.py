@@ -246,8 +246,8 @@ def sparse_attention(
     entry is 1152 bytes or less, with products of the inputs' dtype (fp32: as
     ``torch.set_float32_matmul_precision`` says), sums and the softmax in fp32; else, on the CPU and
     in fp64, torch functions, a few tokens at a time. Gradients of q and kv, any number of times, by
-    torch functions that gather all entries: right, and not fast. Deterministic but for kv's gradient
-    on a card, where torch adds what several tokens give an entry in any order, unless
+    torch functions that gather all entries: right, and not fast. Deterministic, but for kv's
+    gradient on a card: torch adds what several tokens give an entry in any order there, unless
     ``torch.use_deterministic_algorithms`` is on. A compiled program does not depend on T, S or K.
 
     Raises ValueError or TypeError for what does not fit.

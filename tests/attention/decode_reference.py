@@ -1,4 +1,4 @@
-"""What the tests of decode share: programs written by hand, sequences, and attention as a formula."""
+"""What the tests of decode share: programs written by hand, and attention as a formula."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain(scale: float) -> Kind:
 
 
 def causal(scale: float) -> Kind:
-    span = Span("0", f"q1 + columns - rows + 1", "0", "q0 + columns - rows + 1")
+    span = Span("0", "q1 + columns - rows + 1", "0", "q0 + columns - rows + 1")
     return Kind(
         Program(scale=scale, keep=f"keep = k <= {LAST}", row_spans=(span,)),
         lambda s, b, h, q, k, rows, columns, x: _where(k <= q + columns - rows, s * scale),
