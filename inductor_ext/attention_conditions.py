@@ -1,7 +1,7 @@
 """Conditions on the positions of queries and keys: comparisons of affine whole numbers, and, or.
 
 A condition is True, False, an ``Atom`` (an affine number compared with 0), a ``Truth`` (any other
-truth value, of a builder's graph), or an ``All`` or ``Any`` of conditions; negations are pushed
+truth value, of a builder's graph), or an ``And`` or ``Or`` of conditions; negations are pushed
 down to the atoms. Equal conditions in different spellings (q >= k, not k > q, k - q < 1) are equal.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any as Anything
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ class Floor:
     by: int
 
 
-Symbol = Anything  # a name, a Floor, or a node of whole numbers
+Symbol = Any  # a name, a Floor, or a node of whole numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Affine:
         return result
 
 
-def order(symbol: Symbol) -> tuple[Anything, ...]:
+def order(symbol: Symbol) -> tuple[Any, ...]:
     """What symbols are sorted by."""
     if isinstance(symbol, str):
         return (0, symbol)
@@ -88,7 +88,7 @@ def order(symbol: Symbol) -> tuple[Anything, ...]:
     return (2, *symbol.meta["key"])
 
 
-def _affine_order(number: Affine) -> tuple[Anything, ...]:
+def _affine_order(number: Affine) -> tuple[Any, ...]:
     return (tuple((order(s), c) for s, c in number.terms), number.constant)
 
 
@@ -105,7 +105,7 @@ def floor(number: Affine, by: int) -> Affine:
     return whole + (symbol_of(Floor(rest, by)) if rest.terms else Affine())
 
 
-def affine(value: Anything) -> Affine | None:
+def affine(value: Any) -> Affine | None:
     """A builder's whole number as affine; None where it is not of int32 or int64."""
     if isinstance(value, Const):
         return Affine((), int(value.value)) if isinstance(value.value, int) else None
@@ -122,8 +122,8 @@ def affine(value: Anything) -> Affine | None:
         return parts[0]
     if kind is aten.neg and parts[0] is not None:
         return -parts[0]
-    if len(parts) == 2 and parts[0] is not None and parts[1] is not None:
-        first, last = parts
+    first, last = (*parts, None)[:2]
+    if first is not None and last is not None:
         if kind is aten.add:
             return first + last
         if kind is aten.sub:
@@ -207,21 +207,21 @@ class Atom:
 class Truth:
     """A truth value of a builder's graph, or its opposite."""
 
-    node: Anything
+    node: Any
     negated: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class All:
-    parts: tuple[Anything, ...]
+class And:
+    parts: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Any:
-    parts: tuple[Anything, ...]
+class Or:
+    parts: tuple[Any, ...]
 
 
-Condition = bool | Atom | Truth | All | Any
+Condition = bool | Atom | Truth | And | Or
 
 
 def atom(number: Affine, kind: str) -> Condition:
@@ -257,21 +257,21 @@ def negated(condition: Condition) -> Condition:
     if isinstance(condition, Truth):
         return Truth(condition.node, not condition.negated)
     parts = [negated(part) for part in condition.parts]
-    return any_of(parts) if isinstance(condition, All) else all_of(parts)
+    return any_of(parts) if isinstance(condition, And) else all_of(parts)
 
 
 def all_of(conditions: Iterable[Condition]) -> Condition:
-    return _joined(conditions, All, True)
+    return _joined(conditions, And, True)
 
 
 def any_of(conditions: Iterable[Condition]) -> Condition:
-    return _joined(conditions, Any, False)
+    return _joined(conditions, Or, False)
 
 
 def _joined(conditions: Iterable[Condition], kind: type, neutral: bool) -> Condition:
     parts: list[Condition] = []
     for condition in conditions:
-        parts += condition.parts if isinstance(condition, kind) else [condition]
+        parts += condition.parts if isinstance(condition, kind) else [condition]  # type: ignore[union-attr]
     found = list(dict.fromkeys(p for p in parts if not isinstance(p, bool)))
     opposite = any(negated(p) in found for p in found if isinstance(p, (Atom, Truth)))
     if opposite or any(p is (not neutral) for p in parts):
@@ -282,16 +282,17 @@ def _joined(conditions: Iterable[Condition], kind: type, neutral: bool) -> Condi
     return kind(tuple(found))
 
 
-def _order(condition: Condition) -> tuple[Anything, ...]:
+def _order(condition: Condition) -> tuple[Any, ...]:
     if isinstance(condition, Atom):
         return (0, condition.kind, *_affine_order(condition.number))
     if isinstance(condition, Truth):
         return (1, condition.negated, *condition.node.meta["key"])
-    parts = tuple(_order(p) for p in condition.parts)  # type: ignore[union-attr]
-    return (2, isinstance(condition, Any), len(parts), repr(parts))
+    assert isinstance(condition, (And, Or))
+    parts = tuple(_order(p) for p in condition.parts)
+    return (2, isinstance(condition, Or), len(parts), repr(parts))
 
 
-_COMPARED: dict[Anything, Callable[[Affine, Affine], Condition]] = {
+_COMPARED: dict[Any, Callable[[Affine, Affine], Condition]] = {
     aten.ge: lambda a, b: atom(a - b, ">="),
     aten.gt: lambda a, b: atom(a - b - 1, ">="),
     aten.le: lambda a, b: atom(b - a, ">="),
@@ -301,7 +302,7 @@ _COMPARED: dict[Anything, Callable[[Affine, Affine], Condition]] = {
 }
 
 
-def condition_of(builder: Builder, value: Anything) -> Condition:
+def condition_of(builder: Builder, value: Any) -> Condition:
     """A builder's truth value as a condition."""
     value = builder.constant(value)
     if isinstance(value, Const):
@@ -314,10 +315,10 @@ def condition_of(builder: Builder, value: Anything) -> Condition:
     if kind is aten.logical_not:
         return negated(condition_of(builder, value.args[0]))
     if kind in _COMPARED:
-        parts = [affine(builder.constant(a)) for a in value.args]
-        if all(dtype_of(builder.constant(a)) in (None, *_WHOLE) for a in value.args):
-            if None not in parts:
-                return _COMPARED[kind](*parts)  # type: ignore[arg-type]
+        sides = [builder.constant(a) for a in value.args]
+        parts = [affine(a) if dtype_of(a) in (None, *_WHOLE) else None for a in sides]
+        if parts[0] is not None and parts[1] is not None:
+            return _COMPARED[kind](parts[0], parts[1])
     return Truth(value, False)
 
 
@@ -341,7 +342,7 @@ def _at(condition: Condition, place: Affine) -> Condition:
         return atom(condition.number.replaced("k", place), condition.kind)
     if isinstance(condition, Truth):
         return "k" not in condition.node.meta["leaves"] and condition
-    if isinstance(condition, (All, Any)):
+    if isinstance(condition, (And, Or)):
         parts = [_at(part, place) for part in condition.parts]
-        return all_of(parts) if isinstance(condition, All) else any_of(parts)
+        return all_of(parts) if isinstance(condition, And) else any_of(parts)
     return condition

@@ -19,7 +19,8 @@ aten = torch.ops.aten
 _SHAPE = (2, 2, 2, 2)
 # What is finite where its arguments are.
 _BOUNDED = {
-    aten.add, aten.sub, aten.mul, aten.neg, aten.where, aten.tanh, aten.sigmoid, aten.abs, aten.sign,
+    aten.add, aten.sub, aten.mul, aten.neg, aten.where, aten.tanh, aten.sigmoid, aten.abs,
+    aten.sign,
     aten.maximum, aten.minimum, aten.clamp_min, aten.clamp_max, aten._to_copy, aten.cos, aten.sin,
     aten.floor_divide, aten.remainder, aten.floor, aten.ceil, aten.round, aten.trunc,
 }  # fmt: skip
@@ -45,6 +46,9 @@ def gradients(
     wanted = [name for name in ("s", *wanted) if name in used]
     if not wanted:
         return Const(0.0), {}
+    if used == {"s"} and (score.op == "placeholder" or _is_product(score)):
+        factor = Const(1.0) if score.op == "placeholder" else Const(score.args[1])
+        return builder.operation(aten.mul, builder.inputs["g"], factor), {}
     order = [name for name in builder.inputs if name != "g"]
     function = function_of(score, order)
     found: list[str] = []
@@ -84,6 +88,12 @@ def gradients(
     zero = Const(0.0)
     by_input = {int(n[1:]): r for n, r in of.items() if n != "s" and r != zero}
     return of.get("s", zero), by_input
+
+
+def _is_product(score: Any) -> bool:
+    """Whether a score is a number times s: nothing needs to be traced."""
+    first, last = score.args[:2] if packet(score) is aten.mul else (None, None)
+    return getattr(first, "op", None) == "placeholder" and isinstance(last, (int, float))
 
 
 def _guarded(builder: GradientBuilder, value: Value) -> Value:

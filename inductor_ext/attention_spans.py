@@ -1,7 +1,7 @@
 """Which keys a tile of query rows may keep, and which it surely keeps, read off a condition.
 
-Both are spans between affine bounds, for rows ``q0`` to ``q1``. What is kept lies in the spans, what
-is full is kept; conditions that are not affine in q and k only make the full part empty.
+Both are spans between affine bounds, for rows ``q0`` to ``q1``. What is kept lies in the spans,
+what is full is kept; conditions that are not affine in q and k only make the full part empty.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from inductor_ext.templates.attention_program import Span
 
 from .attention_conditions import (
     Affine,
-    All,
-    Any,
+    And,
     Atom,
     Condition,
     Floor,
+    Or,
     Symbol,
     floor,
     symbol_of,
@@ -30,8 +30,8 @@ _DISJUNCTS = 32  # of a condition in disjunctive form; beyond that it is everyth
 
 @dataclasses.dataclass
 class _Part:
-    """Conditions that hold together: v >= each of ``lo``, v < each of ``hi``, each of ``given`` >= 0,
-    and perhaps ``more``."""
+    """Conditions that hold together: v >= each of ``lo``, v < each of ``hi``, each of ``given``
+    >= 0, and perhaps ``more``."""
 
     lo: list[Affine] = dataclasses.field(default_factory=list)
     hi: list[Affine] = dataclasses.field(default_factory=list)
@@ -40,7 +40,8 @@ class _Part:
 
 
 def spans(condition: Condition, along: str) -> tuple[Span, ...]:
-    """The spans along "k" for a tile of rows, or along "q" for a tile of keys; ascending, disjoint."""
+    """The spans along "k" for a tile of rows, or along "q" for a tile of keys, in ascending order
+    and disjoint."""
     size = "columns" if along == "k" else "rows"
     if condition is False:
         return (Span("0", "0", "0", "0"),)
@@ -57,11 +58,11 @@ def spans(condition: Condition, along: str) -> tuple[Span, ...]:
 
 def _disjuncts(condition: Condition) -> list[list[Condition]] | None:
     """Lists of atoms and truths of which one must hold altogether; None where they are too many."""
-    if isinstance(condition, Any):
+    if isinstance(condition, Or):
         found = [_disjuncts(part) for part in condition.parts]
         lists = [d for part in found for d in part or []]
         return None if None in found or len(lists) > _DISJUNCTS else lists
-    if isinstance(condition, All):
+    if isinstance(condition, And):
         count, found = 1, [_disjuncts(part) for part in condition.parts]
         for part in found:
             if part is None or (count := count * len(part)) > _DISJUNCTS:

@@ -13,7 +13,7 @@ from inductor_ext.templates.attention_program import LOG2E, Input, Program
 from . import pointwise_text, scan_operations, scan_pointwise
 from .attention_conditions import (
     Affine,
-    All,
+    And,
     Atom,
     Condition,
     Floor,
@@ -148,7 +148,7 @@ def _split(builder: Builder, value: Value, finite: bool) -> tuple[Condition, Val
         condition = condition_of(builder, args[0])
         keep = any_of((all_of((condition, keep_a)), all_of((negated(condition), keep_b))))
         if keep_a is False or keep_b is False:
-            return keep, builder.convert(b if keep_a is False else a, dtype)  # type: ignore[arg-type]
+            return keep, builder.convert(b if keep_a is False else a, dtype)
         return keep, builder.operation(aten.where, args[0], a, b)
     if kind in (aten.add, aten.sub) or (kind is aten.mul and _is_positive(args[1])):
         (keep_a, a), (keep_b, b) = (_split(builder, v, finite) for v in args)
@@ -160,10 +160,10 @@ def _split(builder: Builder, value: Value, finite: bool) -> tuple[Condition, Val
         if keep is True:
             return True, value
         a, b = (Const(0.0, dtype_of(v)) if _excludes(v, finite) else v for v in (a, b))
-        return keep, builder.convert(builder.operation(kind, a, b), dtype_of(value))  # type: ignore[arg-type]
+        return keep, builder.convert(builder.operation(kind, a, b), dtype_of(value))
     if kind is aten._to_copy:
         keep, inner = _split(builder, args[0], finite)
-        return keep, value if keep is True else builder.convert(inner, dtype_of(value))  # type: ignore[arg-type]
+        return keep, value if keep is True else builder.convert(inner, dtype_of(value))
     return True, value
 
 
@@ -180,7 +180,7 @@ def _excludes(value: Value, finite: bool) -> bool:
 
 
 def _documents(keep: Condition, inputs: Sequence[Input]) -> tuple[int, int] | None:
-    for part in keep.parts if isinstance(keep, All) else (keep,):
+    for part in keep.parts if isinstance(keep, And) else (keep,):
         if not isinstance(part, Atom) or part.kind != "==" or part.number.constant:
             continue
         terms = part.number.terms
@@ -277,7 +277,8 @@ class _Writer:
     """Statements of builders' nodes."""
 
     def __init__(self, prefix: str) -> None:
-        self._translator, self._written = _Translator({}, prefix), set()
+        self._translator = _Translator({}, prefix)
+        self._written: set[Any] = set()
 
     def name(self, node: Any) -> str:
         """The name of a node's value, as it is computed."""
@@ -321,7 +322,7 @@ def _condition_text(condition: Condition, writer: _Writer) -> str:
     if isinstance(condition, Atom):
         return f"({_atom_text(condition, writer)})"
     assert not isinstance(condition, bool)
-    symbol = " & " if isinstance(condition, All) else " | "
+    symbol = " & " if isinstance(condition, And) else " | "
     return f"({symbol.join(_condition_text(p, writer) for p in condition.parts)})"
 
 

@@ -75,7 +75,7 @@ class Builder:
     """``input`` adds inputs, ``call`` an operation's result.
 
     ``like`` names the input whose shape a constant tensor takes where no number will do.
-    ``narrow`` names inputs of int64 that are int32 here, and what is computed of them alone with them.
+    ``narrow`` names inputs of int64 that are int32 here, and with them what is made of them alone.
     """
 
     def __init__(self, like: str, narrow: frozenset[str] = frozenset()) -> None:
@@ -229,10 +229,10 @@ class Builder:
             return value
         if dtype == torch.bool:
             return self.operation(aten.ne, value, Const(0))
-        if dtype == torch.int64 and leaves(value) <= self._narrow and not always:
-            if not dtype_of(value).is_floating_point and dtype_of(value) != torch.bool:  # type: ignore[union-attr]
-                return value
-        if dtype_of(value) == torch.bool and dtype == torch.float32:
+        narrow = dtype_of(value) == torch.int32 and leaves(value) <= self._narrow
+        if dtype == torch.int64 and narrow and not always:
+            return value
+        if dtype_of(value) == torch.bool and dtype.is_floating_point:
             return self._where(value, Const(1.0, dtype), Const(0.0, dtype))
         if packet(value) is aten._to_copy and _keeps(
             value.args[0].meta["val"].dtype, dtype_of(value)
@@ -266,7 +266,7 @@ class Builder:
         if isinstance(arg, (bool, int, float)):
             return Const(arg)
         if isinstance(arg, torch.fx.Node) and arg.target is aten.full_like.default:
-            return Const(arg.args[1], arg.kwargs["dtype"])  # type: ignore[arg-type]
+            return Const(arg.args[1], arg.kwargs["dtype"])
         return arg
 
     def _where(self, condition: Value, a: Value, b: Value) -> Value:
@@ -361,12 +361,15 @@ class Builder:
     def _typed(self, kind: Any, operands: tuple[Value, ...], op: Any) -> Any:
         """The node of an operation, its operands converted where a number promotes otherwise than
         the constant tensor it stands for."""
-        if kind is aten.mul and not any(isinstance(a, Const) for a in operands):
-            if all(
+        if (
+            kind is aten.mul
+            and not any(isinstance(a, Const) for a in operands)
+            and all(
                 leaves(a) <= self._narrow and not a.meta["val"].is_floating_point()
                 for a in operands
-            ):
-                operands = tuple(self.convert(a, torch.int64, always=True) for a in operands)
+            )
+        ):
+            operands = tuple(self.convert(a, torch.int64, always=True) for a in operands)
         if kind in _OVERLOADS and len(operands) == 2:
             numbers = tuple(isinstance(a, Const) for a in operands)
             place = 2 if numbers[0] else int(numbers[1])
@@ -405,11 +408,8 @@ class Builder:
         return self._node(aten.full_like.default, (like, value.value), {"dtype": dtype})
 
     def _node(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = (
-            op,
-            tuple((type(a), repr(a)) if not isinstance(a, torch.fx.Node) else a for a in args),
-        )
-        known = (*known, tuple(kwargs.items()))
+        parts = [a if isinstance(a, torch.fx.Node) else (type(a), repr(a)) for a in args]
+        known = (op, tuple(parts), tuple(kwargs.items()))
         if known in self._known:
             return self._known[known]
         given = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in args]
@@ -469,7 +469,7 @@ def _is_truth(value: Value) -> bool:
 
 def _keeps(dtype: torch.dtype, wider: torch.dtype | None) -> bool:
     """Whether every value of a dtype is one of another."""
-    return torch.promote_types(dtype, wider) == wider and dtype != torch.int64  # type: ignore[arg-type]
+    return torch.promote_types(dtype, wider) == wider and dtype != torch.int64
 
 
 def _stand_in(value: Value) -> Tensor:
