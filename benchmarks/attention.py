@@ -290,15 +290,20 @@ def report(rows: Sequence[common.Row], out: Path, name: str) -> None:
             found.setdefault((row["case"], row["kind"]), {})[row["column"]] = row
         else:
             notes.append(f"{where}: wrong by {common.number(row.get('error')):.2g}")
-    columns = [c for c in COLUMNS if any(c in of for of in found.values())]
-    table = []
+    columns: list[str] = [c for c in COLUMNS if any(c in of for of in found.values())]
+    table: list[tuple[Any, ...]] = []
     for key, of in found.items():
-        cells = {c: common.number(of[c]["tflops"]) if c in of else math.nan for c in columns}
-        us = {c: common.number(of[c]["us"]) if c in of else math.nan for c in columns}
-        best = [us[c] for c in ("cudnn", "fa2", "flex") if not math.isnan(us.get(c, math.nan))]
+        rates: dict[str, float] = {
+            c: common.number(of[c]["tflops"]) if c in of else math.nan for c in columns
+        }
+        us: dict[str, float] = {
+            c: common.number(of[c]["us"]) if c in of else math.nan for c in columns
+        }
+        peers = (us.get(c, math.nan) for c in ("cudnn", "fa2", "flex"))
+        best = [x for x in peers if not math.isnan(x)]
         own = us.get("ours", math.nan)
         stock = common.ratio(us.get("compile", math.nan), us.get("plugin", math.nan))
-        table.append((*key, *cells.values(), common.ratio(min(best, default=math.nan), own), stock))
+        table.append((*key, *rates.values(), common.ratio(min(best, default=math.nan), own), stock))
     heads = ["case", "kind", *columns, "best peer/ours", "compile/plugin"]
     common.print_table("TFLOP/s of kept pairs", heads, table)
     print("\n".join(notes))
@@ -312,11 +317,11 @@ def report(rows: Sequence[common.Row], out: Path, name: str) -> None:
     panels = []
     for kind in ("fwd", "bwd"):
         keys = [k for k in found if k[1] == kind]
-        us_of = {
+        lines_of = {
             c: [common.number(found[k][c]["us"]) if c in found[k] else math.nan for k in keys]
             for c in columns
         }
-        panels.append((kind, [k[0] for k in keys], us_of))
+        panels.append((kind, [k[0] for k in keys], lines_of))
     try:
         common.plot_panels(out / f"{name}.png", "Attention, bf16", panels, 1)
     except ImportError as failure:

@@ -7,6 +7,7 @@ generated around it, cuDNN or torch functions compute it, as ``_attention_choice
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,14 +32,19 @@ def kernels_apply(q: Tensor) -> bool:
     return q.is_cuda
 
 
-def program_of(inputs: Sequence[Tensor], numbers: Sequence[Any], score: str,
-               empty: str) -> Program | None:  # fmt: skip
+def program_of(
+    inputs: Sequence[Tensor], numbers: Sequence[Any], score: str, empty: str
+) -> Program | None:
     """The score as a kernel computes it; None where none can."""
+    return _program(score, tuple(Input(x.dtype, _axes(x)) for x in inputs), len(numbers), empty)
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(score: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> Program | None:
     from inductor_ext import attention_translate as translate  # needs triton
 
-    read = tuple(Input(x.dtype, _axes(x)) for x in inputs)
     try:
-        return translate.program(score, read, len(numbers), empty)
+        return translate.program(score, inputs, numbers, empty)
     except translate.NoProgram:
         return None
 
@@ -50,14 +56,13 @@ def _axes(x: Tensor) -> str:
     )
 
 
-def _plain(program: Program | None, numbers: Sequence[Any], q: Tensor, k: Tensor) -> str:
-    """Whether SDPA has this score: "full", "causal" or ""."""
-    if program is None or program.scale is None or program.inputs or numbers:
+@functools.lru_cache(maxsize=256)
+def _sdpa_form(program: Program) -> str:
+    """What SDPA calls such a score where there are as many rows as keys: "full", "causal" or ""."""
+    if program.scale is None or program.inputs or program.numbers:
         return ""
     if not program.keep:
         return "full"
-    if q.shape[2] != k.shape[2]:
-        return ""
     for causal in ("lower_right", "upper_left"):
         score = options_of.score_of(options_of.Options(program.scale, causal=causal), 1, 1)
         if program_of([], [], score.text, program.empty) == program:
@@ -65,10 +70,14 @@ def _plain(program: Program | None, numbers: Sequence[Any], q: Tensor, k: Tensor
     return ""
 
 
-def _case(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Sequence[Any], program: Program | None
-) -> choice.Case:
-    plain = _plain(program, numbers, q, k)
+def _plain(program: Program | None, q: Tensor, k: Tensor) -> str:
+    """Whether SDPA has this score: "full", "causal" or ""."""
+    form = "" if program is None else _sdpa_form(program)
+    return form if form == "full" or q.shape[2] == k.shape[2] else ""
+
+
+def _case(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> choice.Case:
+    plain = _plain(program, q, k)
     return choice.Case(
         on_card=kernels_apply(q),
         capability=compat.device_capability(q.device) if q.is_cuda else (0, 0),
@@ -109,7 +118,7 @@ def _attention(
     if q.numel() == 0 or k.shape[2] == 0:
         return _nothing(q, v, empty)
     program = program_of(inputs, numbers, score, empty) if kernels_apply(q) else None
-    chosen = choice.forward(_case(q, k, v, numbers, program))
+    chosen = choice.forward(_case(q, k, v, program))
     if chosen == "composed":
         out, lse = _results(q, v)
         composed.forward(q, k, v, inputs, numbers, score, empty, out, lse)
@@ -159,7 +168,7 @@ def _backward(
     if q.numel() == 0 or k.shape[2] == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), [t.zero_() for t in own]
     program = program_of(inputs, numbers, score, empty) if kernels_apply(q) else None
-    case = _case(q, k, v, numbers, program)
+    case = _case(q, k, v, program)
     chosen = choice.backward(case, of_lse=dlse is not None)
     found: list[Tensor]
     if chosen == "cudnn":
@@ -243,7 +252,7 @@ def _columns(
     if q.numel() == 0 or k.shape[2] == 0 or first_row >= q.shape[2]:
         return sums.zero_()
     program = program_of(inputs, numbers, score, "zero") if kernels_apply(q) else None
-    case = _case(q, k, q, numbers, program)
+    case = _case(q, k, q, program)
     if choice.forward(case) == "composed":
         composed.columns(q, k, lse, inputs, numbers, score, first_row, sums)
         return sums
@@ -316,7 +325,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _grad(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
     q, k, v, out, lse, *inputs = ctx.saved_tensors
-    rest = (None if ctx.numbers else []), None, None  # an empty list counts as one of tensors
+    rest: Any = (None if ctx.numbers else [], None, None)  # an empty list counts as one of tensors
     if do is None and dlse is None:
         return None, None, None, [None] * len(inputs), *rest
     if do is None:
