@@ -137,9 +137,7 @@ class Part:
         self.out, self.lse = out, lse
         self.program = program_of(case[6], case[5])
         self.dq, self.dk, self.dv = (torch.empty_like(t) for t in (q, k, v))
-        self.call = launch._Backward(
-            do, None, q, k, v, (), (), self.program, out, lse, "ieee"
-        )
+        self.call = launch._Backward(do, None, q, k, v, (), (), self.program, out, lse, "ieee")
 
     def stage(self, block: int) -> tuple[Any, int]:
         """(memory, heads) of as many heads of keys as 2 GiB hold."""

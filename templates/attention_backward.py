@@ -419,7 +419,9 @@ def _product(program: Program, form: Form) -> str:
         over.head,
         over.partial(joined(*body)),
         *(
-            result.store(i, "q_start", "BLOCK_M", "rows", f"dq{i}{_ds_factor(program, form.inputs)}")
+            result.store(
+                i, "q_start", "BLOCK_M", "rows", f"dq{i}{_ds_factor(program, form.inputs)}"
+            )
             for i in form.dq
         ),
     )

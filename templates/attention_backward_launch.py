@@ -97,14 +97,22 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _like(tensor: Tensor) -> Tensor:
     out = torch.empty_like(tensor)
-    return out if out.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return (
+        out
+        if out.stride(-1) == 1
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    )
 
 
 def _reduced(partials: Tensor, given: Tensor, axes: str) -> Tensor:
     """[B, H, Sq or 1, Sk or 1] summed over what the input is broadcast along."""
     over = [i for i, axis in enumerate("bhqk") if axis not in axes and partials.shape[i] != 1]
     total = partials.sum(over, keepdim=True) if over else partials
-    return total.to(given.dtype).expand(given.shape) if total.shape != given.shape else total.to(given.dtype)
+    return (
+        total.to(given.dtype).expand(given.shape)
+        if total.shape != given.shape
+        else total.to(given.dtype)
+    )
 
 
 class _Stage:
@@ -140,7 +148,9 @@ class _Backward:
 
     def form(self, **parts: Any) -> Form:
         tma: Any = self.tma
-        return Form(self.q.shape[3], self.v.shape[3], tma, by_tma(self.delta), self.precision, **parts)
+        return Form(
+            self.q.shape[3], self.v.shape[3], tma, by_tma(self.delta), self.precision, **parts
+        )
 
     def fp32(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self.q.device)
@@ -289,9 +299,7 @@ class _Backward:
     def _launch(self, kernel: Any, programs: int, values: dict[str, Any], chosen: Tiling) -> None:
         values["STAGES"] = chosen.stages
         values = {name: values[name] for name in kernel.arg_names}
-        wrap_triton(kernel)[(programs,)](
-            **values, num_warps=chosen.warps, num_stages=chosen.stages
-        )
+        wrap_triton(kernel)[(programs,)](**values, num_warps=chosen.warps, num_stages=chosen.stages)
 
 
 def backward(
