@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import common
 
 Case = tuple[str, int, int, int, int, int, bool]  # name, B, Hq, Hkv, S, D, causal
-Options = tuple[int, int, int, int]  # block_m, block_n, warps, stages
+Options = tuple[int, int, int, int, bool]  # block_m, block_n, warps, stages, ahead
 CASES: tuple[Case, ...] = (
     ("d128 causal", 4, 16, 16, 4096, 128, True),
     ("d64 causal", 4, 32, 32, 4096, 64, True),
@@ -36,19 +36,21 @@ LIMIT = 1e-2
 MEMORY = (512, 1024, 2048)
 
 
-def _grid(*values: Sequence[int]) -> list[Options]:
-    return [(m, n, w, s) for m, n, w, s in itertools.product(*values)]
+def _grid(*values: Sequence[int], ahead: Sequence[bool] = (False,)) -> list[Options]:
+    return [(m, n, w, s, a) for m, n, w, s, a in itertools.product(*values, ahead)]
 
 
+BOTH = (False, True)
 TRIED: dict[int, dict[str, list[Options]]] = {
     64: {
         "keys": [
-            *_grid((64,), (128,), (8,), (2, 3)), *_grid((64,), (64,), (4,), (2, 3)),
-            *_grid((128,), (64,), (4,), (2,)), *_grid((32,), (128,), (4, 8), (3,)),
+            *_grid((64,), (128,), (8,), (2, 3), ahead=BOTH),
+            *_grid((64,), (64,), (4,), (2, 3), ahead=BOTH),
+            *_grid((32,), (128,), (8,), (3,), ahead=BOTH), *_grid((128,), (128,), (8,), (2,)),
         ],
         "rows": [
-            *_grid((128,), (64, 128), (8,), (2, 3)), *_grid((64,), (64,), (4,), (2, 3)),
-            *_grid((128,), (64,), (4,), (3,)), *_grid((64,), (128,), (4,), (3,)),
+            *_grid((128,), (64,), (8,), (2, 3), ahead=BOTH), *_grid((128,), (128,), (8,), (2,)),
+            *_grid((64,), (64,), (4,), (3,), ahead=BOTH), *_grid((64,), (128,), (4,), (3,)),
         ],
         "product": [
             *_grid((128,), (64, 128), (4, 8), (3, 4)), *_grid((64,), (128,), (4,), (3,)),
@@ -56,13 +58,15 @@ TRIED: dict[int, dict[str, list[Options]]] = {
     },
     128: {
         "keys": [
-            *_grid((64,), (128,), (8,), (2, 3)), *_grid((64,), (64,), (4,), (2,)),
-            *_grid((32,), (128,), (8,), (3,)), *_grid((32,), (64,), (4,), (2, 3)),
-            *_grid((64,), (64,), (8,), (2,)),
+            *_grid((64,), (128,), (8,), (2,), ahead=BOTH), *_grid((64,), (128,), (8,), (3,)),
+            *_grid((64,), (64,), (4,), (2,), ahead=BOTH),
+            *_grid((32,), (128,), (8,), (2, 3), ahead=BOTH),
+            *_grid((32,), (64,), (4,), (2, 3), ahead=BOTH),
         ],
         "rows": [
-            *_grid((128,), (64,), (8,), (2, 3)), *_grid((128,), (128,), (8,), (1, 2)),
-            *_grid((64,), (64,), (4,), (2, 3)), *_grid((128,), (32,), (8,), (3, 4)),
+            *_grid((128,), (64,), (8,), (2, 3), ahead=BOTH), *_grid((128,), (128,), (8,), (2,)),
+            *_grid((64,), (64,), (4,), (2, 3), ahead=BOTH),
+            *_grid((128,), (32,), (8,), (3,), ahead=BOTH),
         ],
         "product": [
             *_grid((128,), (64,), (4, 8), (3, 4)), *_grid((128,), (128,), (4, 8), (2, 3)),
@@ -71,7 +75,7 @@ TRIED: dict[int, dict[str, list[Options]]] = {
     },
     256: {
         "keys": [
-            *_grid((64,), (64,), (8,), (1, 2)), *_grid((32,), (64,), (8,), (2, 3)),
+            *_grid((64,), (64,), (8,), (1, 2)), *_grid((32,), (64,), (8,), (2,), ahead=BOTH),
             *_grid((32,), (128,), (8,), (1,)),
         ],
         "rows": [
@@ -85,7 +89,7 @@ TRIED: dict[int, dict[str, list[Options]]] = {
 
 def label(options: Options) -> str:
     """Options in one word."""
-    return "x".join(map(str, options))
+    return "x".join(map(str, options[:4])) + (" ahead" if options[4] else "")
 
 
 def program_of(causal: bool, d: int) -> Any:

@@ -7,8 +7,8 @@ With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradie
     ds = gradient(g)                     of the program
     dv = p^T do      dk = ds^T q      dq = ds k
 
-``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over query
-rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are the left
+``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over
+query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are the left
 operands of their products as they come out of registers. ``rows_kernel`` holds a tile of query rows
 and goes over keys. ``pairs_kernel`` holds a tile of both and goes over what an input with both is
 broadcast along. Nothing is added to memory by two programs, so all is deterministic. A row without
@@ -21,6 +21,7 @@ kernel of keys stores ds and ``product_kernel`` multiplies it by k: see ``attent
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ import triton.language as tl
 from . import attention_staging as staging
 from .attention_program import Program, Span
 from .attention_text import (
+    Loops,
     Operand,
     indented,
     inputs_at,
@@ -59,7 +61,8 @@ class Form:
     """What is compiled besides the program. ``head``, ``value``: D and Dv. ``loaded``: q, k, v and
     do through tensor descriptors, ``descriptors``: lse2 and delta as well. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a
     kernel makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``staged``: ds goes
-    through memory, which ``attention_staging`` describes."""
+    through memory, which ``attention_staging`` describes. ``ahead``: s of whole tiles is made a
+    tile earlier than it is used, so that the products of one tile are under way together."""
 
     head: int
     value: int
@@ -71,6 +74,7 @@ class Form:
     dv: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
     staged: bool = False
+    ahead: bool = False
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand, Operand]:
@@ -90,10 +94,11 @@ def statistics_kernel(
     VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta and lse2 [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` 0 and inf."""
-    bh = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(padded, ROWS)
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
     b = bh // heads
     h = bh % heads
-    q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    q = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     there = q < rows
     inside = there[:, None] & (column < VALUE)
@@ -131,19 +136,16 @@ width = tl.minimum(together, tl.num_programs(0) // tiles - chunk * together)
 bh = first + chunk * together + rest % width"""
 
 
-def _statistics(form: Form, expanded: str) -> str:
-    """Loads of ``shift`` and ``delta`` of the tile's rows; there are more of both than rows.
+def _statistic(form: Form, name: str, expanded: str) -> str:
+    """A load of ``shift`` or ``delta`` of the tile's rows; there are more of both than rows.
 
     Through descriptors where those are: a pipelined load of a row by pointers takes a register per
     element and thread, since its layout is that of what it is subtracted from."""
-    lines = []
-    for name in STATISTICS:
-        if form.descriptors:
-            load = f"{name}_desc.load([row, q_start]).reshape(BLOCK_M)"
-        else:
-            load = f"tl.load({name}_ptr + row_at + q_start + tl.arange(0, BLOCK_M))"
-        lines.append(f"{name} = {load}{expanded}")
-    return "\n".join(lines)
+    if form.descriptors:
+        load = f"{name}_desc.load([row, q_start]).reshape(BLOCK_M)"
+    else:
+        load = f"tl.load({name}_ptr + row_at + q_start + tl.arange(0, BLOCK_M))"
+    return f"{name} = {load}{expanded}"
 
 
 def statistics_parameters(form: Form) -> list[str]:
@@ -178,8 +180,28 @@ def _ds_factor(program: Program, inputs: Sequence[int]) -> str:
     return f" * {program.scale!r}" if program.scale is not None and not inputs else ""
 
 
+def _whole_tiles(over: Loops, form: Form, body: str, moving: Operand, held: Operand) -> str:
+    """The loop over tiles that are kept whole. ``ahead``, each step makes s of the next one."""
+    if not form.ahead:
+        return over.full(body)
+    axis = over.axis
+    (start, _), (count, _) = over.starts, over.counts
+    block = "BLOCK_M" if axis == "q" else "BLOCK_N"
+
+    def made(step: str) -> str:
+        names = [f"next{i}" for i in range(len(moving.pieces))]
+        loads = [f"{name} = {moving.load(i, 'next_start', block)}" for i, name in enumerate(names)]
+        pairs = _names(held), _transposed(names)
+        where = re.sub(r"\bstep\b", step, start)
+        result = product(*pairs, _options(form))
+        return joined(f"next_start = {where}", *loads, f"s_ahead = {result}")
+
+    first = joined(f"whole = {count}", made("0"))
+    return joined(first, over.full(joined(body, made("tl.minimum(step + 1, whole - 1)"))))
+
+
 def _options(form: Form) -> str:
-    return f', input_precision="{form.precision}"'
+    return f', input_precision="{form.precision}"' if form.precision else ""
 
 
 # ----------------------------------------------------------------------------------------
@@ -191,21 +213,30 @@ def _keys_body(program: Program, form: Form, masked: bool) -> str:
     query, key, value, out_grad = form.operands
     options = _options(form)
     limit = "rows" if masked else ""
+    made = f"s = {product(_names(key), _transposed(_names(query)), options)}"
+    given = ""
+    if form.dk or form.inputs:
+        start = "tl.broadcast_to(-delta, [BLOCK_N, BLOCK_M])"
+        operands = _names(value), _transposed(_names(out_grad))
+        given = joined(
+            _statistic(form, "delta", "[None, :]"),
+            f"dp = {product(*operands, options, start)}",
+        )
+    ahead = form.ahead and not masked
     lines = [
         _loaded(query, "q_start", "BLOCK_M", limit),
         _loaded(out_grad, "q_start", "BLOCK_M", limit),
-        f"s = {product(_names(key), _transposed(_names(query)), options)}",
+        joined(given, "s = s_ahead") if ahead else made,
         scores(program, masked, q_inside=not masked, k_inside=False),
-        _statistics(form, "[None, :]"),
+        _statistic(form, "shift", "[None, :]"),
         "p = tl.exp2(r - shift)",
     ]
     if form.dv:
         lines.append("narrow = p.to(out_grad0.dtype)")
     for i in form.dv:
         lines.append(f"dv{i} = tl.dot(narrow, out_grad{i}, dv{i}{options})")
-    if form.dk or form.inputs:
-        given = product(_names(value), _transposed(_names(out_grad)), options)
-        lines += [f"g = p * ({given} - delta)", _gradient(program, form.inputs)]
+    if given:
+        lines += ["" if ahead else given, "g = p * dp", _gradient(program, form.inputs)]
     for i in form.inputs:
         lines.append(f"sum{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)")
     if form.dk:
@@ -253,7 +284,7 @@ def _keys(program: Program, form: Form) -> str:
         "row_at = tl.cast(row, tl.int64) * padded",
         staging.slot("bh - first", "member") if form.staged else "",
         *sums,
-        over.full(_keys_body(program, form, False)),
+        _whole_tiles(over, form, _keys_body(program, form, False), query, key),
         over.partial(_keys_body(program, form, True)),
         *stored,
     )
@@ -308,13 +339,19 @@ def _rows_body(program: Program, form: Form, masked: bool) -> str:
     query, key, value, out_grad = form.operands
     options = _options(form)
     limit = "columns" if masked else ""
+    made = f"s = {product(_names(query), _transposed(_names(key)), options)}"
+    start = "tl.broadcast_to(-delta, [BLOCK_M, BLOCK_N])"
+    operands = _names(out_grad), _transposed(_names(value))
+    given = f"dp = {product(*operands, options, start)}"
+    ahead = form.ahead and not masked
     lines = [
         _loaded(key, "k_start", "BLOCK_N", limit),
         _loaded(value, "k_start", "BLOCK_N", limit),
-        f"s = {product(_names(query), _transposed(_names(key)), options)}",
+        joined(given, "s = s_ahead") if ahead else made,
         scores(program, masked, q_inside=False, k_inside=not masked),
         "p = tl.exp2(r - shift)",
-        f"g = p * ({product(_names(out_grad), _transposed(_names(value)), options)} - delta)",
+        "" if ahead else given,
+        "g = p * dp",
         _gradient(program, form.inputs),
     ]
     for i in form.inputs:
@@ -360,13 +397,14 @@ def _rows(program: Program, form: Form) -> str:
         inputs_at(program),
         "row = b * heads + h",
         "row_at = tl.cast(row, tl.int64) * padded",
-        _statistics(form, "[:, None]"),
+        _statistic(form, "shift", "[:, None]"),
+        _statistic(form, "delta", "[:, None]"),
         _loaded(query, "q_start", "BLOCK_M", "rows"),
         _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
         *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
         *(f"sum{i} = tl.zeros([BLOCK_M], tl.float32)" for i in form.inputs),
         over.head,
-        over.full(_rows_body(program, form, False)),
+        _whole_tiles(over, form, _rows_body(program, form, False), key, query),
         over.partial(_rows_body(program, form, True)),
         *ends,
         *(
@@ -473,7 +511,8 @@ def _pairs(program: Program, form: Form) -> str:
         _loaded(value, "k_start", "BLOCK_N", "columns"),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
         scores(program, True),
-        _statistics(form, "[:, None]"),
+        _statistic(form, "shift", "[:, None]"),
+        _statistic(form, "delta", "[:, None]"),
         "p = tl.exp2(r - shift)",
         f"g = p * ({product(_names(out_grad), _transposed(_names(value)), options)} - delta)",
         program.gradient,
