@@ -33,18 +33,23 @@ def kernels_apply(q: Tensor) -> bool:
 
 
 def program_of(
-    inputs: Sequence[Tensor], numbers: Sequence[Any], score: str, empty: str
+    q: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], score: str, empty: str
 ) -> Program | None:
-    """The score as a kernel computes it; None where none can."""
-    return _program(score, tuple(Input(x.dtype, _axes(x)) for x in inputs), len(numbers), empty)
+    """The score as a kernel computes it for q's dtype and device; None where none can."""
+    if not kernels_apply(q):
+        return None
+    read = tuple(Input(x.dtype, _axes(x)) for x in inputs)
+    return _program(score, read, len(numbers), empty, q.dtype == torch.float32)
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(score: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> Program | None:
+def _program(
+    score: str, inputs: tuple[Input, ...], numbers: int, empty: str, exact: bool
+) -> Program | None:
     from inductor_ext import attention_translate as translate  # needs triton
 
     try:
-        return translate.program(score, inputs, numbers, empty)
+        return translate.program(score, inputs, numbers, empty, exact)
     except translate.NoProgram:
         return None
 
@@ -65,7 +70,7 @@ def _sdpa_form(program: Program) -> str:
         return "full"
     for causal in ("lower_right", "upper_left"):
         score = options_of.score_of(options_of.Options(program.scale, causal=causal), 1, 1)
-        if program_of([], [], score.text, program.empty) == program:
+        if _program(score.text, (), 0, program.empty, True) == program:
             return "causal"
     return ""
 
@@ -117,7 +122,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if q.numel() == 0 or k.shape[2] == 0:
         return _nothing(q, v, empty)
-    program = program_of(inputs, numbers, score, empty) if kernels_apply(q) else None
+    program = program_of(q, inputs, numbers, score, empty)
     chosen = choice.forward(_case(q, k, v, program))
     if chosen == "composed":
         out, lse = _results(q, v)
@@ -167,7 +172,7 @@ def _backward(
     inputs = [_collapsed(x) for x in inputs]
     if q.numel() == 0 or k.shape[2] == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), [t.zero_() for t in own]
-    program = program_of(inputs, numbers, score, empty) if kernels_apply(q) else None
+    program = program_of(q, inputs, numbers, score, empty)
     case = _case(q, k, v, program)
     chosen = choice.backward(case, of_lse=dlse is not None)
     found: list[Tensor]
@@ -251,7 +256,7 @@ def _columns(
     sums = _sums(q, k)
     if q.numel() == 0 or k.shape[2] == 0 or first_row >= q.shape[2]:
         return sums.zero_()
-    program = program_of(inputs, numbers, score, "zero") if kernels_apply(q) else None
+    program = program_of(q, inputs, numbers, score, "zero")
     case = _case(q, k, q, program)
     if choice.forward(case) == "composed":
         composed.columns(q, k, lse, inputs, numbers, score, first_row, sums)
@@ -286,7 +291,7 @@ def _ragged(
     if kernels_apply(q):
         from inductor_ext.templates import attention_decode_launch as decode
 
-        program = program_of(inputs, numbers, score, empty)
+        program = program_of(q, inputs, numbers, score, empty)
         fits = decode.fits(q, k, block_table is not None)
         if program is not None and fits and q.numel() and k.numel():
             table = None if block_table is None else block_table.to(torch.int32)
