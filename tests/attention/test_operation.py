@@ -341,6 +341,17 @@ def test_compiled_options():
         compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
         for mine, right in zip(compiled(q, k, v), fn(q, k, v), strict=True):
             close(mine, right)
+    q.requires_grad_()
+    lengths = torch.tensor([13, 4])
+
+    def ragged(q, k, v):
+        return ops.attention(q, k, v, lengths=lengths, causal=True)
+
+    results = [
+        f(q, k, v) for f in (torch.compile(ragged, backend="aot_eager", fullgraph=True), ragged)
+    ]
+    close(*results)
+    close(*(torch.autograd.grad(r.sin().sum(), q)[0] for r in results))
 
 
 def test_empty_tensors():
