@@ -83,7 +83,7 @@ def _program(
     return Program(
         inputs=inputs,
         numbers=numbers,
-        scale=_scale(builder, score),
+        scale=_factor(score, builder.inputs["s"]),
         score=r.text(),
         keep=_keep_text(keep),
         row_spans=spans(keep, "k"),
@@ -92,6 +92,7 @@ def _program(
         gradient=d.text(),
         differentiable=tuple(others),
         empty=empty,
+        slope=_factor(ds, traced.inputs["g"]),
     )
 
 
@@ -249,12 +250,16 @@ def _input_number(symbol: Symbol) -> int | None:
 # --- units ----------------------------------------------------------------------------------------
 
 
-def _scale(builder: Builder, score: Value) -> float | None:
-    if score is builder.inputs["s"]:
+def _factor(value: Value, of: Any) -> float | None:
+    """The number that a value is ``of`` times; None where it is not."""
+    if value is of:
         return 1.0
-    if packet(score) is aten.mul and score.args[0] is builder.inputs["s"]:
-        factor = builder.constant(score.args[1])
-        return float(factor.value) if isinstance(factor, Const) else None
+    if (
+        packet(value) is aten.mul
+        and value.args[0] is of
+        and isinstance(value.args[1], (int, float))
+    ):
+        return float(value.args[1])
     return None
 
 

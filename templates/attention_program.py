@@ -53,6 +53,7 @@ class Program:
     ``gradient``: statements that assign ``ds``, the gradient for ``s``, of ``g``, that for the
     score in natural units, and all that ``score`` sees; and ``d0``, ``d2``, ... for each input
     of ``differentiable``, per pair, fp32, of the shape of a tile or narrower.
+    ``slope``: where ``ds`` is ``g`` times one number, that number; else None.
     ``empty``: what a row that keeps nothing gives, "zero" or "nan"; its lse is -inf.
     """
 
@@ -67,3 +68,4 @@ class Program:
     gradient: str = ""
     differentiable: tuple[int, ...] = ()
     empty: str = "zero"
+    slope: float | None = None
