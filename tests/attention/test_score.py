@@ -76,16 +76,16 @@ def test_texts_and_programs_say_what_was_written(name):
         # torch says NaN where a masked place has an infinite derivative
         grad = torch.where(grad.isnan(), own, grad)
         torch.testing.assert_close(own.double(), grad.double(), **close)
+    equal = keep
     if made_of.documents:  # what is full in spans takes them for equal
         i, j = made_of.documents
-        check_spans(made_of, keep | (inputs[i] != inputs[j]), [3])
-    else:
-        check_spans(made_of, keep, [3])
+        equal = keep | (inputs[i] != inputs[j])
+    check_spans(made_of, keep, equal, [3])
 
 
-def check_spans(made_of, keep, numbers):
-    """Spans hold all that is kept, in order and apart; what they call full is kept."""
-    some, every = keep.flatten(0, -3).any(0), keep.flatten(0, -3).all(0)
+def check_spans(made_of, keep, full, numbers):
+    """Spans hold all that is kept, in order and apart; what they call full is in ``full``."""
+    some, every = keep.flatten(0, -3).any(0), full.flatten(0, -3).all(0)
     sizes = {"rows": some.shape[0], "columns": some.shape[1]}
     for axis, spans, turned in (("q", made_of.row_spans, False), ("k", made_of.column_spans, True)):
         any_kept, all_kept = (some.T, every.T) if turned else (some, every)
@@ -184,7 +184,7 @@ def test_spans_and_conditions_at_random(text, rows, columns, n):
     found = computed(made_of, s, s, rows, columns, [n], inputs)
     keep = torch.as_tensor(found.get("keep", True)).expand(sizes)
     assert torch.equal(keep, expected.expand(sizes))
-    check_spans(made_of, keep, [n])
+    check_spans(made_of, keep, keep, [n])
 
 
 # --- forms ----------------------------------------------------------------------------------------
