@@ -1,12 +1,12 @@
 """Tilings of the attention backward, each kernel checked and timed, and the backward as a whole.
 
-One command, ``python -m benchmarks.attention_tilings_backward --kinds bwd --out DIR``. Kernels
-compile in a pool of processes first. Parts: "keys" makes dk and dv, "staged" the same and stores
-ds, "rows" makes dq, "product" makes it of the stored ds; "whole" is all of a backward, its tiling
-"split" (keys and rows) or "staged" with the memory for ds in MiB. "TF" counts, per product of a
-part, 2 B H Sq Sk D operations, half for causal, and five products for a whole. "error" is the
-largest relative error by the norm against SDPA's gradients, which are rounded as well: up to 6e-3
-is rounding. "same": three runs gave the same bits.
+One command, ``python -m benchmarks.attention_tilings_backward --out DIR``. Kernels compile in a
+pool of processes first. Parts: "keys" makes dk and dv, "rows" makes dq; "whole" is all of a
+backward with the default tilings. "TF" counts 2 B H Sq Sk D operations, half for causal, for each
+of a part's products, and for five of a whole. "error" is the largest relative error by the norm
+against SDPA's gradients, which are rounded as well: up to 6e-3 is rounding. "same": three runs gave
+the same bits. ``--kinds masks`` checks and times masked scores with the default tilings; their
+errors are against fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import common
 
 Case = tuple[str, int, int, int, int, int, bool]  # name, B, Hq, Hkv, S, D, causal
-Options = tuple[int, int, int, int, bool]  # block_m, block_n, warps, stages, ahead
+Options = tuple[Any, ...]  # the fields of a Tiling
 CASES: tuple[Case, ...] = (
     ("d128 causal", 4, 16, 16, 4096, 128, True),
     ("d64 causal", 4, 32, 32, 4096, 64, True),
@@ -30,66 +30,65 @@ CASES: tuple[Case, ...] = (
     ("d128 causal 4:1", 4, 32, 8, 4096, 128, True),
     ("d128 causal 16k", 1, 16, 16, 16384, 128, True),
 )
-PRODUCTS = {"keys": 4, "staged": 4, "rows": 3, "product": 1, "whole": 5}
+PRODUCTS = {"keys": 4, "rows": 3, "whole": 5}
 FIELDS = ["case", "part", "tiling", "us", "tflops", "error", "same", "failure"]
 LIMIT = 1e-2
-MEMORY = (512, 1024, 2048)
-
-
-def _grid(*values: Sequence[int], ahead: Sequence[bool] = (False,)) -> list[Options]:
-    return [(m, n, w, s, a) for m, n, w, s, a in itertools.product(*values, ahead)]
 
 
 BOTH = (False, True)
+FORMS = tuple(itertools.product(BOTH, BOTH))
+
+
+def _tile(
+    m: int, n: int, warps: int, *stages: int, forms: Sequence[tuple[bool, bool]] = ((True, False),)
+) -> list[Options]:
+    return [(m, n, warps, s, *form) for s in stages for form in forms]
+
+
 TRIED: dict[int, dict[str, list[Options]]] = {
     64: {
         "keys": [
-            *_grid((64,), (128,), (8,), (2, 3), ahead=BOTH),
-            *_grid((64,), (64,), (4,), (2, 3), ahead=BOTH),
-            *_grid((32,), (128,), (8,), (3,), ahead=BOTH), *_grid((128,), (128,), (8,), (2,)),
+            *_tile(64, 64, 4, 3, forms=FORMS), *_tile(64, 64, 4, 2, 4),
+            *_tile(64, 128, 8, 3, forms=FORMS[2:]), *_tile(128, 64, 4, 2),
+            *_tile(128, 128, 8, 2), *_tile(64, 64, 8, 3), (64, 64, 4, 3, True, False, 16),
+            (64, 64, 4, 3, True, False, 8), (64, 64, 4, 3, True, False, 128),
         ],
         "rows": [
-            *_grid((128,), (64,), (8,), (2, 3), ahead=BOTH), *_grid((128,), (128,), (8,), (2,)),
-            *_grid((64,), (64,), (4,), (3,), ahead=BOTH), *_grid((64,), (128,), (4,), (3,)),
-        ],
-        "product": [
-            *_grid((128,), (64, 128), (4, 8), (3, 4)), *_grid((64,), (128,), (4,), (3,)),
+            *_tile(64, 64, 4, 3, forms=FORMS), *_tile(64, 64, 4, 2, 4), *_tile(128, 64, 8, 3),
+            *_tile(64, 128, 4, 2, 3), *_tile(128, 64, 4, 3), (64, 64, 4, 3, True, False, 8),
         ],
     },
     128: {
         "keys": [
-            *_grid((64,), (128,), (8,), (2,), ahead=BOTH), *_grid((64,), (128,), (8,), (3,)),
-            *_grid((64,), (64,), (4,), (2,), ahead=BOTH),
-            *_grid((32,), (128,), (8,), (2, 3), ahead=BOTH),
-            *_grid((32,), (64,), (4,), (2, 3), ahead=BOTH),
+            *_tile(64, 64, 4, 2, forms=FORMS), *_tile(64, 128, 8, 3, forms=FORMS),
+            *_tile(64, 128, 8, 2, 4), *_tile(64, 64, 4, 3), *_tile(32, 64, 4, 3),
+            (64, 64, 4, 2, True, False, 16), (64, 64, 4, 2, True, False, 8),
+            (64, 64, 4, 2, True, False, 128), (64, 128, 8, 3, True, False, 8),
         ],
         "rows": [
-            *_grid((128,), (64,), (8,), (2, 3), ahead=BOTH), *_grid((128,), (128,), (8,), (2,)),
-            *_grid((64,), (64,), (4,), (2, 3), ahead=BOTH),
-            *_grid((128,), (32,), (8,), (3,), ahead=BOTH),
-        ],
-        "product": [
-            *_grid((128,), (64,), (4, 8), (3, 4)), *_grid((128,), (128,), (4, 8), (2, 3)),
-            *_grid((64,), (128,), (4,), (3,)), *_grid((64,), (64,), (4,), (4,)),
+            *_tile(128, 64, 8, 3, forms=FORMS), *_tile(128, 64, 8, 4), *_tile(128, 32, 8, 4),
+            *_tile(64, 64, 4, 2, forms=FORMS[2:]), *_tile(128, 128, 8, 2), *_tile(64, 128, 4, 2),
+            (128, 64, 8, 3, True, False, 8), (128, 64, 8, 3, True, False, 128),
         ],
     },
     256: {
         "keys": [
-            *_grid((64,), (64,), (8,), (1, 2)), *_grid((32,), (64,), (8,), (2,), ahead=BOTH),
-            *_grid((32,), (128,), (8,), (1,)),
+            *_tile(64, 64, 8, 1, 2, forms=FORMS[2:]), *_tile(32, 64, 8, 2, 3),
+            *_tile(64, 64, 8, 2, forms=FORMS[:1]), *_tile(32, 128, 8, 1),
         ],
         "rows": [
-            *_grid((64,), (64,), (4, 8), (1, 2)), *_grid((128,), (32,), (8,), (2,)),
-            *_grid((128,), (64,), (8,), (1,)),
+            *_tile(64, 64, 8, 2, forms=FORMS[2:]), *_tile(64, 64, 4, 1, 2), *_tile(128, 32, 8, 2),
+            *_tile(128, 64, 8, 1), *_tile(64, 32, 4, 2),
         ],
-        "product": [*_grid((128,), (64,), (8,), (2, 3)), *_grid((64,), (64,), (4,), (3,))],
     },
 }  # fmt: skip
 
 
 def label(options: Options) -> str:
     """Options in one word."""
-    return "x".join(map(str, options[:4])) + (" ahead" if options[4] else "")
+    more = [name for name, on in zip(("merged", "early"), options[4:6], strict=True) if on]
+    near = [f"near={options[6]}"] if options[6:] else []
+    return " ".join(["x".join(map(str, options[:4])), *more, *near])
 
 
 def program_of(causal: bool, d: int) -> Any:
@@ -143,48 +142,16 @@ class Part:
         self.dq, self.dk, self.dv = (torch.empty_like(t) for t in (q, k, v))
         self.call = launch._Backward(do, None, q, k, v, (), (), self.program, out, lse, "ieee")
 
-    def stage(self, block: int) -> tuple[Any, int]:
-        """(memory, heads) of as many heads of keys as 2 GiB hold."""
-        import torch
-
-        lines, width = self.call._stage_size(block)
-        group = self.case[2] // self.case[3]
-        each = group * lines * width * 2
-        heads = max(min((2 << 30) // each, self.case[1] * self.case[3]), 1)
-        memory = torch.empty((heads * group * lines, width), dtype=torch.bfloat16, device="cuda")
-        return self.launch._Stage(memory, block), heads
-
     def run(self, options: Options) -> Callable[[], None]:
-        """A call that makes the part's results, of all heads or as many as 2 GiB hold."""
+        """A call that makes the part's results."""
         chosen = self.launch.Tiling(*options)
         if self.part == "keys":
             return lambda: self.call.keys(self.dk, self.dv, {}, chosen)
-        if self.part == "rows":
-            return lambda: self.call.queries(self.dq, {}, chosen)
-        if self.part == "staged":
-            stage, heads = self.stage(chosen.block_n)
-            return lambda: self.call.keys(self.dk, self.dv, {}, chosen, stage, 0, heads)
-        keys = self.launch.Tiling(*TRIED[self.case[5]]["keys"][0])
-        stage, heads = self.stage(keys.block_n)
-        self.call.keys(self.dk, self.dv, {}, keys, stage, 0, heads)
-        group = self.case[2] // self.case[3]
-        return lambda: self.call.product(self.dq, (), chosen, stage, 0, heads * group)
+        return lambda: self.call.queries(self.dq, {}, chosen)
 
-    def share(self, options: Options) -> float:
-        """Of the heads that a call makes."""
-        if self.part in ("keys", "rows"):
-            return 1.0
-        block = options[1] if self.part == "staged" else TRIED[self.case[5]]["keys"][0][1]
-        return self.stage(block)[1] / (self.case[1] * self.case[3])
-
-    def results(self, share: float) -> dict[str, Any]:
-        """What was written, of the first heads."""
-        names = {"keys": ("dk", "dv"), "staged": ("dk", "dv")}.get(self.part, ("dq",))
-        found = {}
-        for name in names:
-            tensor = getattr(self, name).flatten(0, 1)
-            found[name] = tensor[: round(share * tensor.shape[0])]
-        return found
+    def results(self) -> dict[str, Any]:
+        """What was written."""
+        return {"dk": self.dk, "dv": self.dv} if self.part == "keys" else {"dq": self.dq}
 
 
 def compile_one(case: Case, part: str, options: Options) -> str:
@@ -206,9 +173,9 @@ def tasks(cases: Sequence[Case]) -> list[tuple[Any, ...]]:
     """What ``compile_one`` is called with; cases that differ in sizes share kernels."""
     found = {}
     for case in cases:
-        for part in ("staged", "rows", "product", "keys"):
-            for options in TRIED[case[5]]["keys" if part == "staged" else part]:
-                found[case[5:], part, options] = (case, part, options)
+        for part, tried in TRIED[case[5]].items():
+            for options in tried:
+                found[case[5:], part, options[:6]] = (case, part, options)
     return list(found.values())
 
 
@@ -221,7 +188,7 @@ def _timed(call: Callable[[], Any]) -> float:
 def _errors(found: dict[str, Any], truth: dict[str, Any]) -> float:
     worst = 0.0
     for name, got in found.items():
-        right = truth[name].flatten(0, 1)[: got.shape[0]].float()
+        right = truth[name].float()
         worst = max(worst, ((got.float() - right).norm() / right.norm()).item())
     return worst
 
@@ -229,29 +196,26 @@ def _errors(found: dict[str, Any], truth: dict[str, Any]) -> float:
 def _tried(prepared: Part, options: Options, truth: dict[str, Any], flops: float) -> dict[str, Any]:
     import torch
 
-    share = prepared.share(options)
     run = prepared.run(options)
     runs = []
     for _ in range(3):
         for name in ("dq", "dk", "dv"):
             getattr(prepared, name).fill_(torch.nan)
         run()
-        runs.append({name: t.clone() for name, t in prepared.results(share).items()})
+        runs.append({name: t.clone() for name, t in prepared.results().items()})
     same = all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in runs[0])
-    us = _timed(run) / share
+    us = _timed(run)
     error = _errors(runs[0], truth)
     return {"us": us, "tflops": flops / us / 1e6, "error": error, "same": same}
 
 
-def _whole(
-    case: Case, tensors: tuple[Any, ...], out: Any, lse: Any, memory: int
-) -> Callable[[], tuple[Any, ...]]:
+def _whole(case: Case, tensors: tuple[Any, ...], out: Any, lse: Any) -> Callable[[], Any]:
     from inductor_ext.templates import attention_backward_launch as launch
 
     q, k, v, do = tensors
     program = program_of(case[6], case[5])
     return lambda: launch.backward(
-        do, None, q, k, v, (), (), program, out, lse, (True,) * 3, "ieee", memory=memory
+        do, None, q, k, v, (), (), program, out, lse, (True,) * 3, "ieee"
     )[:3]
 
 
@@ -288,26 +252,21 @@ def rows(cases: Sequence[Case], parts: Sequence[str]) -> Iterator[dict[str, Any]
             except Exception as error:
                 row["failure"] = measure.one_line(error)
             yield row
-        for memory in (0, *MEMORY):
-            tiling = f"staged {memory}" if memory else "split"
-            row = {"case": name, "part": "whole", "tiling": tiling}
-            try:
-                call = _whole(case, tensors, out, lse, memory << 20)
-                found = [call() for _ in range(3)]
-                row["same"] = all(map(torch.equal, found[0] + found[0], found[1] + found[2]))
-                row["error"] = _errors(
-                    {n: t.flatten(0, 1) for n, t in zip(("dq", "dk", "dv"), found[0], strict=True)},
-                    truth,
-                )
-                del found
-                row["us"] = _timed(call)
-                row["tflops"] = 5 * flops / row["us"] / 1e6
-            except Exception as error:
-                row["failure"] = measure.one_line(error)
-            yield row
+        row = {"case": name, "part": "whole", "tiling": "default"}
+        try:
+            call = _whole(case, tensors, out, lse)
+            found = [call() for _ in range(3)]
+            row["same"] = all(map(torch.equal, found[0] + found[0], found[1] + found[2]))
+            row["error"] = _errors(dict(zip(("dq", "dk", "dv"), found[0], strict=True)), truth)
+            del found
+            row["us"] = _timed(call)
+            row["tflops"] = 5 * flops / row["us"] / 1e6
+        except Exception as error:
+            row["failure"] = measure.one_line(error)
+        yield row
         for part in parts:
             prepared = Part(case, part, tensors, out, lse)
-            for options in TRIED[D]["keys" if part == "staged" else part]:
+            for options in TRIED[D][part]:
                 row = {"case": name, "part": part, "tiling": label(options)}
                 try:
                     row |= _tried(prepared, options, truth, PRODUCTS[part] * flops)
@@ -342,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--budget-seconds", type=float, help="time for timing")
     args = parser.parse_args(argv)
     cases = [case for case in CASES if case[0] in args.cases]
-    parts = ("staged", "product", "keys", "rows") if "bwd" in args.kinds else ()
+    parts = ("keys", "rows") if "bwd" in args.kinds else ()
     if parts:
         common.run_in_pool(compile_one, tasks(cases), args.workers, None)
 
