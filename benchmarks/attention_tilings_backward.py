@@ -107,6 +107,100 @@ def program_of(causal: bool, d: int) -> Any:
     )  # fmt: skip
 
 
+MASKS = ("window", "sinks", "softcap", "alibi", "bias", "slots", "documents")
+
+
+def masked(name: str, B: int, H: int, S: int, d: int) -> tuple[Any, list[Any], list[bool]]:
+    """(text of a causal score, its inputs, which of them have a gradient)."""
+    import torch
+
+    from inductor_ext import attention_score
+
+    def draw(*shape: int) -> Any:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    inputs: list[Any] = []
+    if name == "alibi":
+        inputs = [-(2.0 ** -torch.linspace(1, 8, H, device="cuda")).view(1, H, 1, 1)]
+    elif name == "bias":
+        inputs = [draw(1, H, S, S)]
+    elif name == "slots":
+        inputs = [draw(B, H, 1, S)]
+    elif name == "documents":
+        ids = (torch.arange(S, device="cuda") * 7 // S).int()
+        inputs = [ids.view(1, 1, S, 1), ids.view(1, 1, 1, S)]
+
+    def score(
+        s: Any, b: Any, h: Any, q: Any, k: Any, rows: Any, columns: Any, n: Any, x: Any
+    ) -> Any:
+        r, away = s * d**-0.5, q < k
+        if name == "window":
+            away = away | (q - k >= 1024)
+        if name == "sinks":
+            away = away | ((q - k >= 1024) & (k >= 4))
+        if name == "softcap":
+            r = 30 * torch.tanh(r / 30)
+        if name == "alibi":
+            r = r + x[0] * (k - q)
+        if name in ("bias", "slots"):
+            r = r + x[0]
+        if name == "documents":
+            away = away | (x[0] != x[1])
+        return r.masked_fill(away, float("-inf"))
+
+    return attention_score.write(score, inputs), inputs, [name in ("bias", "slots") for _ in inputs]
+
+
+def mask_row(case: Case, name: str) -> dict[str, Any]:
+    """A masked score, checked with few tokens and timed."""
+    import torch
+    from inductor_ext.templates import attention_backward_launch, attention_launch
+    from inductor_ext.templates.attention_program import Input
+
+    from inductor_ext import attention_score, attention_translate
+
+    title, B, H, _, S, D, _ = case
+    row: dict[str, Any] = {"case": f"{title} {name}", "part": "whole", "tiling": "default"}
+
+    def call_of(case: Case, S: int) -> tuple[Any, ...]:
+        q, k, v, do = draw(case, S)
+        text, inputs, asked = masked(name, q.shape[0], H, S, D)
+        kinds = tuple(
+            Input(x.dtype, "".join(a for a, n in zip("bhqk", x.shape, strict=True) if n > 1))
+            for x in inputs
+        )
+        program = attention_translate.program(text, kinds, 0, "zero", exact=False)
+        out, lse = attention_launch.forward(q, k, v, inputs, (), program, "ieee")
+        needed = (True,) * 3 + tuple(asked)
+        call = lambda: attention_backward_launch.backward(  # noqa: E731
+            do, None, q, k, v, inputs, (), program, out, lse, needed, "ieee"
+        )
+        return call, text, inputs, asked, (q, k, v, do)
+
+    small = (case[0], 1, *case[2:])
+    call, text, inputs, asked, (q, k, v, do) = call_of(small, 1000)
+    *found, grads = call()
+    again = call()
+    row["same"] = all(map(torch.equal, [*found, *grads], [*again[:3], *again[3]]))
+    leaves = [t.float().requires_grad_() for t in (q, k, v)]
+    own = [x.float().requires_grad_() if a else x for x, a in zip(inputs, asked, strict=True)]
+    s = leaves[0] @ leaves[1].mT
+    places = attention_score.positions(s.shape, s.device)
+    p = attention_score.read(text)(s, *places, 1000, 1000, (), own).softmax(-1)
+    leaves += [x for x in own if x.requires_grad]
+    right = torch.autograd.grad(p @ leaves[2], leaves, do.float())
+    given = [*found, *(g for g in grads if g.numel())]
+    row["error"] = max(
+        ((g.float() - r).norm() / r.norm()).item() for g, r in zip(given, right, strict=True)
+    )
+    call = call_of(case, S)[0]
+    kept = {"window": 1024 * S - 512 * 1024, "sinks": 1024 * S - 512 * 1024}.get(name, S * S / 2)
+    kept = S * S / 14 if name == "documents" else kept
+    row["us"] = _timed(call)
+    row["tflops"] = 10.0 * B * H * kept * D / row["us"] / 1e6
+    return row
+
+
 def draw(case: Case, S: int | None = None) -> tuple[Any, ...]:
     """Fresh q, k, v and do."""
     import torch
@@ -160,6 +254,10 @@ def compile_one(case: Case, part: str, options: Options) -> str:
 
     from inductor_ext.compat_launch import direct_launches
 
+    if part == "masks":
+        with direct_launches():
+            mask_row((case[0], 1, *case[2:4], 1024, *case[5:]), options[0])
+        return str(options[0])
     small = (case[0], 1, *case[2:4], 256, *case[5:])
     with direct_launches():
         tensors = draw(small)
@@ -275,6 +373,23 @@ def rows(cases: Sequence[Case], parts: Sequence[str]) -> Iterator[dict[str, Any]
                 yield row
 
 
+def mask_rows(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """A CSV row per masked score."""
+    import torch
+
+    from inductor_ext import measure
+
+    for case in cases:
+        for name in MASKS:
+            torch.manual_seed(0)
+            try:
+                yield mask_row(case, name)
+            except Exception as error:
+                title = f"{case[0]} {name}"
+                failure = measure.one_line(error)
+                yield {"case": title, "part": "whole", "tiling": "default", "failure": failure}
+
+
 def _median(call: Callable[[], Any]) -> float:
     """us of a call that can't be captured."""
     import torch
@@ -294,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     names = tuple(case[0] for case in CASES)
-    add("--kinds", type=common.names_of(("bwd", "whole")), default=["bwd"], help="bwd, whole")
+    add("--kinds", type=common.names_of(("bwd", "whole", "masks")), default=["bwd"])
     add("--cases", type=common.names_of(names), default=list(names[:3]), help=", ".join(names))
     add("--out", type=Path, default=Path("attention_backward"), help="folder of the CSV file")
     add("--workers", type=int, default=14, help="processes that compile")
@@ -302,8 +417,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cases = [case for case in CASES if case[0] in args.cases]
     parts = ("keys", "rows") if "bwd" in args.kinds else ()
-    if parts:
-        common.run_in_pool(compile_one, tasks(cases), args.workers, None)
+    compiled = tasks(cases) if parts else []
+    if "masks" in args.kinds:
+        compiled += [(c, "masks", (m,)) for c in cases[:2] for m in MASKS]
+    if compiled:
+        common.run_in_pool(compile_one, compiled, args.workers, None)
 
     from tqdm import tqdm
 
@@ -312,7 +430,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = common.CsvFile(args.out / "attention_tilings_backward.csv", FIELDS)
     found = []
     with direct_launches():
-        timed = tqdm(rows(cases, parts), "timed", mininterval=5, file=sys.stderr)
+        series: list[Iterator[dict[str, Any]]] = []
+        if {"bwd", "whole"} & set(args.kinds):
+            series.append(rows(cases, parts))
+        if "masks" in args.kinds:
+            series.append(mask_rows([case for case in cases if case[6] and case[2] == case[3]][:2]))
+        every = itertools.chain(*series)
+        timed = tqdm(every, "timed", mininterval=5, file=sys.stderr)
         for row in common.Budget(args.budget_seconds).take(timed):
             file.write(row)
             found.append(row)

@@ -54,8 +54,8 @@ def keys_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     if widest > 256:
         return Tiling(32, 64, 8, 1)
     if widest > 128:
-        return Tiling(64, 64, 8, 2)
-    return Tiling(64, 128, 8, 3)
+        return Tiling(64, 64, 8, 2, merged=True, early=True)
+    return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
 
 
 def rows_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
@@ -66,8 +66,8 @@ def rows_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     if widest > 256:
         return Tiling(64, 32, 8, 1)
     if widest > 128:
-        return Tiling(64, 64, 8, 2)
-    return Tiling(128, 64, 8, 3)
+        return Tiling(64, 64, 8, 2, merged=True)
+    return Tiling(128, 64, 8, 3, merged=True) if widest > 64 else Tiling(64, 64, 4, 3, merged=True)
 
 
 def pairs_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
@@ -119,11 +119,12 @@ class _Backward:
 
     def _statistics(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         columns = triton.next_power_of_2(out.shape[3])
+        dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
         block = max(1, 4096 // columns)
         programs = triton.cdiv(self.padded, block) * self.batches * self.heads
         wrap_triton(statistics_kernel)[(programs,)](
             out, self.do, lse, dlse, *self.delta, self.rows, self.padded, self.heads,
-            *out.stride()[:3], *self.do.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
+            *out.stride()[:3], *self.do.stride()[:3], *dlse_strides,
             VALUE=out.shape[3], COLUMNS=columns, ROWS=block, num_warps=4,
         )  # fmt: skip
 
