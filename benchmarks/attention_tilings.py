@@ -131,20 +131,46 @@ def _score(name: str, d: int) -> Callable[..., Any]:
 
 @functools.cache
 def program_of(name: str, d: int) -> Any:
-    """The program of a score by its name."""
+    """The program of a score by its name, as recognition writes it."""
     import torch
-    from inductor_ext.templates.attention_program import Input
+    from inductor_ext.templates.attention_program import LOG2E, Input, Program, Span
 
-    from inductor_ext.attention_score import write
-    from inductor_ext.attention_translate import program
-
-    shapes = _shapes(name, 4, 8)
-    inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+    factor = d**-0.5 * LOG2E
+    scaled: dict[str, Any] = {"scale": d**-0.5, "score": f"r = s * {factor!r}"}
+    past: dict[str, Any] = {
+        "keep": "keep = q >= k",
+        "row_spans": (Span("0", "q1 + 1", "0", "q0 + 1"),),
+        "column_spans": (Span("k0", "rows", "k1", "rows"),),
+    }
+    near = Span("q0 - 1023", "q1 + 1", "q1 - 1023", "q0 + 1")
     given = tuple(
-        Input(t.dtype, "".join(a for a, n in zip("bhqk", t.shape, strict=True) if n > 1))
-        for t in inputs
+        Input(dtype, "".join(a for a, n in zip("bhqk", shape, strict=True) if n > 1))
+        for shape, dtype in _shapes(name, 4, 8)
     )
-    return program(write(_score(name, d), inputs), given, 0, "zero", False)
+    if name == "full":
+        return Program(**scaled)
+    if name == "causal":
+        return Program(**scaled, **past)
+    if name == "documents":
+        past["keep"] = "keep = (q >= k) & (x0 == x1)"
+        return Program(given, documents=(0, 1), **scaled, **past)
+    if name == "window":
+        return Program(**scaled, keep="keep = (q >= k) & (q - k < 1024)", row_spans=(near,))
+    if name == "sinks":
+        first = Span("0", "tl.minimum(q1 + 1, 4)", "0", "tl.minimum(q0 + 1, 4)")
+        keep = "keep = (q >= k) & ((q - k < 1024) | (k < 4))"
+        return Program(**scaled, keep=keep, row_spans=(first, near))
+    if name == "softcap":
+        instruction = '"tanh.approx.f32 $0, $1;", "=f,f"'
+        options = "dtype=tl.float32, is_pure=True, pack=1"
+        tanh = f"tl.inline_asm_elementwise({instruction}, [s * {d**-0.5 / 30!r}], {options})"
+        return Program(score=f"r = {tanh} * {30 * LOG2E!r}", **past)
+    added = {
+        "alibi": f"x0 * {LOG2E!r} * (k.to(tl.float32) - q.to(tl.float32))",
+        "bias": f"x0.to(tl.float32) * {LOG2E!r}",
+        "slots": f"x0.to(tl.float32) * {LOG2E!r}",
+    }
+    return Program(given, score=f"r = s * {factor!r} + {added[name]}", **past)
 
 
 KINDS = ("fwd", "masks", "columns")
