@@ -18,17 +18,15 @@ from .attention_text import Operand, by_tma, describable, score_values
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged``, ``halves`` (each
-    of block_m rows) and ``lagged`` as in ``attention_forward.Layout``; ``registers`` per thread at
-    most, 0: as many as needed; ``near``: MiB of keys and values that are streamed at a time."""
+    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged`` and ``late`` as in
+    ``attention_forward.Layout``; ``registers`` per thread at most, 0: as many as needed; ``near``:
+    MiB of keys and values that are streamed at a time, which should stay in L2."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     merged: bool = False
-    halves: int = 1
-    lagged: bool = False
     late: bool = False
     registers: int = 0
     near: int = 24
@@ -99,7 +97,7 @@ def forward(
     described = describable(program, inputs)
     layout = attention_forward.Layout(
         operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
-        chosen.merged, chosen.halves, chosen.lagged, chosen.late, described,
+        chosen.merged, chosen.late, described,
     )  # fmt: skip
     values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
     values |= layout.v.values(v, chosen.block_n) | layout.out.values(out, chosen.block_m)
@@ -110,12 +108,12 @@ def forward(
     }  # fmt: skip
     values |= score_values(program, inputs, numbers, described, (chosen.block_m, chosen.block_n))
     if program.documents:
-        found = attention_documents.hulls(program, inputs, "q", chosen.block_m * chosen.halves)
+        found = attention_documents.hulls(program, inputs, "q", chosen.block_m)
         values |= attention_documents.hull_values(found)
     options: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
     if chosen.registers:
         options["maxnreg"] = chosen.registers
-    grid = (triton.cdiv(rows, chosen.block_m * chosen.halves) * batch * heads,)
+    grid = (triton.cdiv(rows, chosen.block_m) * batch * heads,)
     wrap_triton(attention_forward.kernel(program, layout))[grid](
         **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages, **options
     )
