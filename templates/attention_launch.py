@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from . import attention_forward
+from . import attention_columns, attention_documents, attention_forward
 from .attention_program import Program
 from .attention_text import Operand, by_tma, describable, score_values
 
@@ -38,12 +38,12 @@ def tiling(dtype: torch.dtype, d: int, dv: int) -> Tiling:
     """What is launched for heads of d and dv numbers."""
     widest = max(d, dv)
     if dtype == torch.float32:
-        return Tiling(64, 32, 4, 2) if widest <= 128 else Tiling(32, 16, 4, 1)
+        return Tiling(64, 32, 4, 2) if widest <= 128 else Tiling(16, 16, 4, 1)
     if widest <= 128:
         return Tiling(128, 128, 8, 2, late=True)
     if widest <= 256:
         return Tiling(128, 64, 8, 2, late=True)
-    return Tiling(64, 32, 8, 1)
+    return Tiling(64, 32, 8, 2, merged=True)
 
 
 def dense(t: Tensor) -> Tensor:
@@ -109,6 +109,9 @@ def forward(
         "section": section(k, v, heads, chosen.near),
     }  # fmt: skip
     values |= score_values(program, inputs, numbers, described, (chosen.block_m, chosen.block_n))
+    if program.documents:
+        found = attention_documents.hulls(program, inputs, "q", chosen.block_m * chosen.halves)
+        values |= attention_documents.hull_values(found)
     options: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
     if chosen.registers:
         options["maxnreg"] = chosen.registers
@@ -117,3 +120,51 @@ def forward(
         **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages, **options
     )
     return out, lse
+
+
+def columns_tiling(dtype: torch.dtype, d: int) -> Tiling:
+    """What is launched for column sums of heads of d numbers; block_m rows meet block_n keys."""
+    if dtype == torch.float32:
+        return Tiling(32, 64, 4, 2) if d <= 128 else Tiling(16, 32, 4, 1)
+    return Tiling(64, 128, 4, 3) if d <= 128 else Tiling(64, 64, 4, 2)
+
+
+def columns(
+    q: Tensor, k: Tensor, lse: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
+    program: Program, precision: str, first_row: int, chosen: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    """[B, Hkv, Sk] in fp32: sums of exp(score - lse) over the rows from ``first_row`` on and over
+    the heads of a group.
+
+    Arguments as of ``forward``; lse as it gives it. Rows that keep nothing add 0. Deterministic.
+    """
+    batch, heads, rows, d = q.shape
+    groups, size = k.shape[1:3]
+    sums = torch.empty((batch, groups, size), dtype=torch.float32, device=q.device)
+    if not sums.numel():
+        return sums
+    if first_row >= rows:
+        return sums.zero_()
+    chosen = chosen or columns_tiling(q.dtype, d)
+    q, k, lse = dense(q), dense(k), lse.contiguous()
+    described = describable(program, inputs)
+    layout = attention_columns.Layout(
+        operand("q", q), operand("k", k), products(q.dtype, precision), described
+    )
+    blocks = chosen.block_m, chosen.block_n
+    values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
+    values |= {
+        "lse_ptr": lse, "sums_ptr": sums, "rows": rows, "columns": size, "heads": heads,
+        "group": heads // groups, "first_row": first_row,
+    }  # fmt: skip
+    values |= score_values(program, inputs, numbers, described, blocks)
+    if program.documents:
+        found = attention_documents.hulls(program, inputs, "k", chosen.block_n)
+        values |= attention_documents.hull_values(found)
+    wrap_triton(attention_columns.kernel(program, layout))[
+        (triton.cdiv(size, chosen.block_n) * batch * groups,)
+    ](
+        **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages,
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    return sums

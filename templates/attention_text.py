@@ -304,20 +304,26 @@ class Loops:
     starts: tuple[str, str]
     counts: tuple[str, str]
 
-    def _loop(self, start: str, count: str, body: str, options: str) -> str:
+    def _loop(self, start: str, count: str, body: str, options: str, turns: str = "") -> str:
+        if turns:
+            start = re.sub(r"\bstep\b", f"(step % ({count}))", start)
+            body, count = joined(f"turn = step // ({count})", body), f"{turns} * ({count})"
         inner = joined(f"{self.axis}_start = {start}", body)
         tail = f", {options}" if options else ""
         return f"for step in tl.range(0, {count}{tail}):\n{indented(inner)}"
 
-    def full(self, body: str, options: str = "num_stages=STAGES") -> str:
-        return self._loop(self.starts[0], self.counts[0], body, options)
+    def full(self, body: str, options: str = "num_stages=STAGES", turns: str = "") -> str:
+        """``turns``: so many times over, in one loop; ``turn`` says which it is."""
+        return self._loop(self.starts[0], self.counts[0], body, options, turns)
 
-    def partial(self, body: str, options: str = "num_stages=STAGES", extra: str = "") -> str:
+    def partial(
+        self, body: str, options: str = "num_stages=STAGES", extra: str = "", turns: str = ""
+    ) -> str:
         """``extra``: where one more step behind the last is, "" for none."""
         start, count = self.starts[1], self.counts[1]
         if extra:
             start, count = f"tl.where(step < {count}, {start}, {extra})", f"{count} + 1"
-        return self._loop(start, count, body, options)
+        return self._loop(start, count, body, options, turns)
 
     def merged(self, body: str, options: str = "num_stages=STAGES") -> str:
         """One loop over all tiles; the first ``whole`` of its ``step`` are kept whole."""
