@@ -144,7 +144,7 @@ def decode(
     given = {n: values[n] for n in attention_decode.merge_arguments(program, layout)}
     expected = triton.next_power_of_2(min(programs, programs // lines + 2))
     launched(merge_kernel, wrap_triton(merge_kernel), q, (lines * group * rows,))(
-        **given, **common, SLOTS=max(2, min(expected, 32)),
+        **given, **common, SLOTS=max(2, min(expected, 64)),
         WIDE=triton.next_power_of_2(value_dim), num_warps=4 if expected > 8 else 1,
     )  # fmt: skip
     return out, lse
