@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -372,6 +373,33 @@ def _again(ctx: Any, tensors: Any, do: Tensor, dlse: Tensor | None) -> Any:
 
 
 _attention.register_autograd(_grad, setup_context=_setup)
+
+
+@_attention.register_vmap
+def _(
+    info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
+    numbers: list[int], score: str, empty: str,
+) -> Any:  # fmt: skip
+    """In a compiled program, where a vmap is a larger batch."""
+    if re.search(r"\bb\b", score):
+        raise NotImplementedError("a score that reads b is expected outside of vmap, got it in one")
+    count = info.batch_size
+
+    def folded(t: Tensor, dim: int | None) -> Tensor:
+        return (t.expand(count, *t.shape) if dim is None else t.movedim(dim, 0)).flatten(0, 1)
+
+    def folded_input(x: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return x if x.shape[0] == 1 else folded(x, None)
+        x = x.movedim(dim, 0)
+        return folded(x.expand(-1, batch, *x.shape[2:]), 0)
+
+    dims = in_dims[3] if isinstance(in_dims[3], (list, tuple)) else [None] * len(inputs)
+    batch = q.shape[0] if in_dims[0] is None else q.movedim(in_dims[0], 0).shape[1]
+    read = [folded_input(x, dim) for x, dim in zip(inputs, dims, strict=True)]
+    q, k, v = (folded(t, dim) for t, dim in zip((q, k, v), in_dims, strict=False))
+    out, lse = _attention(q, k, v, read, numbers, score, empty)
+    return (out.unflatten(0, (count, batch)), lse.unflatten(0, (count, batch))), (0, 0)
 
 
 # --- as functions ---------------------------------------------------------------------------------
