@@ -49,6 +49,17 @@ class Shadow:
         return compat_pre_grad.storage_key(value) in self.mutated
 
 
+class Symbol(str):
+    """A symbolic number among a shadow node's arguments: its text, and the ``number`` itself."""
+
+    number: Any
+
+    def __new__(cls, number: Any) -> Symbol:
+        made = super().__new__(cls, number)
+        made.number = number
+        return made
+
+
 def value_of(node: Any) -> Any:
     """What the tracer put down for a node of the program; None where it did not."""
     found = node.meta.get("example_value")
@@ -99,8 +110,8 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         def node_of(arg: Any) -> Any:
-            if isinstance(arg, torch.SymInt):
-                return str(arg)  # for the reader: sizes are those of the values
+            if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return Symbol(arg)
             return self.leaf(arg) if isinstance(arg, torch.Tensor) else arg
 
         if isinstance(out, torch.Tensor):
