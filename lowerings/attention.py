@@ -1,0 +1,74 @@
+"""``attention``: attention as models spell it, with scores in memory, put into one operation.
+
+    out = softmax(f(q k^T), -1) v
+
+Found by structure in the graph in front of AOTAutograd, so that the operation's own gradient is
+what is differentiated. f is whatever is pointwise: it becomes a line of text that the kernels
+inline, with masks of positions as comparisons, so that no mask is read and dead tiles are skipped.
+Keys and values that are repeated for groups of heads are given as they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from inductor_ext.lowerings import attention_sites as found
+from inductor_ext.lowerings.attention_places import NoPlace
+from inductor_ext.lowerings.attention_softmax import Reader
+from inductor_ext.lowerings.mhc_sites import NoSite, Replacement, apply, describe, leave
+
+from inductor_ext import attention_score, registry, shadow
+from inductor_ext.editing import Numbers
+
+NAME = found.NAME
+_SOFTMAXES = ("softmax", "exp", "logsumexp", "log_softmax", "_softmax")
+
+
+def may_hold_attention(graph: Any) -> bool:
+    """Whether there is any softmax; cheap, for the graphs that have none."""
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name.partition(".")[0] in _SOFTMAXES or "scaled_dot_product" in name:
+            return True
+    return False
+
+
+def _text(function: Any, sample: list[torch.Tensor]) -> str:
+    try:
+        return attention_score.write(function, sample, function.numbers)
+    except attention_score.NotPointwise as reason:
+        raise NoSite(str(reason)) from None
+
+
+def _replacement(site: Any) -> Replacement:
+    try:
+        found.read(site)
+        return found.replacement(found.plan(site), _text)
+    except NoPlace as reason:
+        raise NoSite(str(reason)) from None
+
+
+def rewrite(graph: Any) -> None:
+    """The pass over a graph in front of AOTAutograd."""
+    if not may_hold_attention(graph):
+        return
+    try:
+        seen = shadow.trace(graph)
+    except shadow.NotFollowed:
+        return
+    done: list[Replacement] = []
+    reader = Reader(Numbers(seen.graph))
+    for node, site in found.sites(seen, reader):
+        try:
+            if isinstance(site, NoSite):
+                raise site
+            done.append(_replacement(site))
+        except NoSite as reason:
+            leave(NAME, describe(NAME, node), str(reason))
+    apply(seen, graph, done)
+
+
+registry.register(
+    registry.Lowering(NAME, passes={"pre_grad": rewrite}, off="not measured on a card yet")
+)
