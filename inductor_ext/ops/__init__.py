@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported on first use
+    from inductor_ext.ops._attention import attention as attention
     from inductor_ext.ops._cross_entropy import cross_entropy as cross_entropy
     from inductor_ext.ops._distillation import sparse_distillation_loss as sparse_distillation_loss
     from inductor_ext.ops._linear_attention import linear_attention as linear_attention
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
     from inductor_ext.ops._softmax import softmax as softmax
 
 _HOME = {
+    "attention": "_attention",
     "cross_entropy": "_cross_entropy",
     "linear_attention": "_linear_attention",
     "linear_cross_entropy": "_linear_cross_entropy",
