@@ -127,9 +127,7 @@ def arranged(
             node = program.call("select", node, dim, sizes.made(program, index.offset))
             continue
         if not index.whole:
-            begin, length = (
-                sizes.made(program, n) for n in (index.offset, axes.size(index.axes))
-            )
+            begin, length = (sizes.made(program, n) for n in (index.offset, axes.size(index.axes)))
             node = program.call("narrow", node, dim, begin, length)
         if len(index.axes) > 1:
             parts = [_once(axes.size((a,))) for a in index.axes]

@@ -144,9 +144,9 @@ class Scores:
                 found = self._read(node, key[1])
             except NoPlace as reason:
                 raise NoSite(str(reason)) from None
+            if self.seen.is_mutated(node):
+                raise NoSite("its scores, or a mask, are written to in this graph")
             if found.scores:
-                if self.seen.is_mutated(node):
-                    raise NoSite("the scores are written to in this graph")
                 self.visited.append(node)
             self._known[key] = found
         return self._known[key]

@@ -38,7 +38,13 @@ from inductor_ext.shadow import Shadow, value_of
 NAME = "attention"
 # Scores, or keys and values, of fewer bytes stay in L2, where the stock products are as fast.
 LEAST_BYTES = 2**22
-_MOVES = (*VIEWS, aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim)
+_MOVES = (
+    *VIEWS,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+)
 
 
 @dataclasses.dataclass
@@ -283,11 +289,11 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
         out = arranged(program, sizes, axes, found[0], own, groups, False)
         return out if _any_layout(result) else program.shaped(out, result)
 
-    inside = [*site.weights.passed, *scores.visited]
+    inside = {*site.weights.passed, *scores.visited}
     return Replacement(
         NAME, NAME, _described(made), f"no scores in memory: {text}",
         list(dict.fromkeys([*tensors, *needed])), {result: shaped},
-        {seen.first[n] for n in inside if n in seen.first} - {result}, emit,
+        {n for n, value in seen.of.items() if value in inside} - {result}, emit,
     )  # fmt: skip
 
 
@@ -353,4 +359,3 @@ def _any_layout(node: Any) -> bool:
             continue
         return False
     return bool(node.users)
-

@@ -246,5 +246,3 @@ def may_hold(node: Any, limit: int = 8) -> bool:
         ):  # fmt: skip
             stack.extend((n, depth + 1) for n in at.all_input_nodes)
     return False
-
-

@@ -133,7 +133,11 @@ def check_slot_bias(beta: Tensor, q: Tensor, own: Any, columns: Any) -> None:
         raise TypeError(f"slot_bias is expected as {said}, got {beta.dtype}")
     _on("slot_bias", beta, q)
     shape = (q.shape[0], own, columns)
-    if beta.dim() != 3 or not _fits(beta[:1], (1, *shape[1:])) or beta.shape[0] not in (1, shape[0]):
+    if (
+        beta.dim() != 3
+        or not _fits(beta[:1], (1, *shape[1:]))
+        or beta.shape[0] not in (1, shape[0])
+    ):
         raise ValueError(
             f"slot_bias is expected as {_said(shape)}, [B, Hkv, Sk], got {_said(beta.shape)}"
         )

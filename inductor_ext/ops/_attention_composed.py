@@ -77,9 +77,7 @@ def _grouped(rows: Tensor, matrices: Tensor) -> Tensor:
     return found.unflatten(2, (group, rows.shape[2])).flatten(1, 2)
 
 
-def _softmax(
-    r: Tensor, v: Tensor, empty: str, dropout: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def _softmax(r: Tensor, v: Tensor, empty: str, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
     if is_zero(r.shape[-1]):
         return _grouped(r, v), r.new_full(r.shape[:-1], -math.inf)
     top = r.detach().amax(-1, keepdim=True)

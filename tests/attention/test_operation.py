@@ -128,7 +128,9 @@ def test_worked_example():
     out, lse = ops.attention(q, k, v, scale=1.0, return_lse=True)
     right = torch.tensor([[3.1766, 0.2698], [1.1897, 1.7629]])
     assert (out[0, 0] - right).abs().max() <= 2e-4
-    assert (lse[0, 0] - torch.tensor([10 + math.log(1.1876), 15 + math.log(1.0498)])).abs().max() <= 1e-4
+    assert (
+        lse[0, 0] - torch.tensor([10 + math.log(1.1876), 15 + math.log(1.0498)])
+    ).abs().max() <= 1e-4
 
 
 def test_as_sdpa():
@@ -243,7 +245,9 @@ def test_opcheck(name):
     torch.library.opcheck(op, (laid, k, v[..., :3], read, numbers, text, "zero"))
     lse = op(q, k, v, read, numbers, text, "zero")[1].detach()
     columns = torch.ops.inductor_ext.attention_columns.default
-    torch.library.opcheck(columns, (q.detach(), k.detach(), lse, [x.detach() for x in read], numbers, text, 2))
+    torch.library.opcheck(
+        columns, (q.detach(), k.detach(), lse, [x.detach() for x in read], numbers, text, 2)
+    )
     ragged = torch.ops.inductor_ext.attention_ragged.default
     lengths = torch.tensor([7, 3])
     torch.library.opcheck(
