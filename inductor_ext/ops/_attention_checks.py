@@ -122,7 +122,7 @@ def check_bias(bias: Tensor, q: Tensor, columns: Any) -> Tensor:
             f"bias is expected in a shape that broadcasts to {_said(shape)}, [B, Hq, Sq, Sk], got "
             f"{_said(bias.shape)}"
         )
-    return bias[(None,) * (4 - bias.dim())]
+    return bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())]
 
 
 def check_slot_bias(beta: Tensor, q: Tensor, own: Any, columns: Any) -> None:
