@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings import attention_sites as found
+from inductor_ext.lowerings.attention_calls import calls
 from inductor_ext.lowerings.attention_places import NoPlace
 from inductor_ext.lowerings.attention_softmax import Reader
 from inductor_ext.lowerings.mhc_sites import NoSite, Replacement, apply, describe, leave
 
 from inductor_ext import attention_score, registry, shadow
-from inductor_ext.editing import Numbers
 
 NAME = found.NAME
 _SOFTMAXES = ("softmax", "exp", "logsumexp", "log_softmax", "_softmax")
@@ -58,7 +58,7 @@ def rewrite(graph: Any) -> None:
     except shadow.NotFollowed:
         return
     done: list[Replacement] = []
-    reader = Reader(Numbers(seen.graph))
+    reader = Reader(seen.graph)
     for node, site in found.sites(seen, reader):
         try:
             if isinstance(site, NoSite):
@@ -66,6 +66,14 @@ def rewrite(graph: Any) -> None:
             done.append(_replacement(site))
         except NoSite as reason:
             leave(NAME, describe(NAME, node), str(reason))
+    for call, plan in calls(seen):
+        try:
+            if isinstance(plan, NoSite):
+                raise plan
+            if plan is not None:
+                done.append(found.replacement(plan, _text))
+        except (NoPlace, NoSite) as reason:
+            leave(NAME, describe(NAME, seen.of.get(call, call), shadow.value_of(call)), str(reason))
     apply(seen, graph, done)
 
 

@@ -106,6 +106,7 @@ _FILLED: dict[Any, Callable[[Any], Any]] = {
 }
 _POSITIONS = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 _TRIANGLES = {aten.tril.default, aten.triu.default}
+_FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -370,7 +371,10 @@ class Scores:
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return self._input(node, place)
         wide = scores and own in _WIDE
-        return Call(scores, tensors, node.target, args, kwargs, None if wide else own)
+        op = node.target
+        if op in _FILLS:
+            op, args = aten.where.self, (args[1], args[2], args[0])
+        return Call(scores, tensors, op, args, kwargs, None if wide else own)
 
     def _converted(self, node: Any, source: Value, own: torch.dtype) -> Value:
         if isinstance(source, Number) and is_plain(source.number):

@@ -110,11 +110,20 @@ def _site(seen: Shadow, reader: Reader, product: Any, side: int) -> Site | None:
     else:
         weights_at, value_at = (*batch, keys, rows), (*batch, channels, keys)
     weights = reader.weights(axes, weights_node, weights_at, keys)
-    if weights is None:
+    if weights is None or is_call(seen.first[result]):
         return None
     if seen.is_mutated(product):
         raise NoSite("the result is written to in this graph")
     return Site(seen, axes, result, place, keys, rows, weights, (value_node, value_at))
+
+
+def is_call(node: Any) -> bool:
+    """Whether a node of a program calls torch's own attention."""
+    target = node.target
+    return target in (
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    ) or "scaled_dot_product_attention" in getattr(target, "__name__", "")
 
 
 def read(site: Site, whole: bool = False) -> None:
@@ -173,17 +182,14 @@ class Plan:
     v: Operand
 
 
-def _factors(
-    site: Site, node: Any, place: Place, dtype: torch.dtype
-) -> tuple[Operand, Operand, Index]:
+def _factors(site: Site, node: Any, place: Place) -> tuple[tuple[Any, Place, Any, Place], Index]:
     """q and k of a product, and their channels."""
     axes, (one, other) = site.axes, node.args[-2:]
     *batch, first, second = axes.now(place)
     inner = axes.new(shape_of(one)[-1])
     turned = first.axes == axes.flat(site.keys.axes) and first.whole
-    left = operand(site.seen, axes, one, (*batch, first, inner), dtype)
-    right = operand(site.seen, axes, other, (*batch, inner, second), dtype)
-    return (right, left, inner) if turned else (left, right, inner)
+    left, right = (one, (*batch, first, inner)), (other, (*batch, inner, second))
+    return ((*right, *left) if turned else (*left, *right)), inner
 
 
 def _own(axes: Axes, operands: list[Operand]) -> set[int]:
@@ -191,14 +197,21 @@ def _own(axes: Axes, operands: list[Operand]) -> set[int]:
 
 
 def plan(site: Site) -> Plan:
-    axes, scores = site.axes, site.scores
-    assert scores is not None
-    value_node, value_at = site.value
+    """Raises NoSite, NoPlace."""
+    assert site.scores is not None
+    parts = [_factors(site, node, place) for node, place in site.scores.product.parts]
+    return operands(site, [pair for pair, _ in parts], [inner for _, inner in parts])
+
+
+def operands(site: Site, pairs: list[tuple[Any, Place, Any, Place]], inner: list[Index]) -> Plan:
+    """The plan of a site whose product is the sum of those of ``pairs`` (q, its place, k, its
+    place) along ``inner``."""
+    axes, (value_node, value_at) = site.axes, site.value
     dtype = dtype_of(value_node)
-    parts = [_factors(site, node, place, dtype) for node, place in scores.product.parts]
-    q, k = [part[0] for part in parts], [part[1] for part in parts]
+    q = [operand(site.seen, axes, n, p, dtype) for n, p, _, _ in pairs]
+    k = [operand(site.seen, axes, n, p, dtype) for _, _, n, p in pairs]
     v = operand(site.seen, axes, value_node, value_at, dtype)
-    channels = [axes.flat(part[2].axes) for part in parts]
+    channels = [axes.flat(index.axes) for index in inner]
     keys = axes.flat(site.keys.axes)
     of_values = [i for i in axes.now(site.place) if i.axes]
     place = axes.now(site.weights.place)
@@ -258,6 +271,7 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
     for axis in (*roles.b, *roles.h, *roles.q, *roles.k, *sum(made.channels, ()), *made.values):
         needed += sizes.needed(axes.size((axis,)))
     result = seen.first[site.result]
+    totals = _totals(site)
 
     def emit(program: Program) -> Any:
         def of(one: Operand, groups: list[tuple[int, ...]], fill: bool) -> Any:
@@ -289,12 +303,40 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
         out = arranged(program, sizes, axes, found[0], own, groups, False)
         return out if _any_layout(result) else program.shaped(out, result)
 
+    outputs = {result: shaped}
     inside = {*site.weights.passed, *scores.visited}
+    for total, at, between in totals:
+        outputs[seen.first[total]] = _lse(sizes, axes, total, at, roles)
+        inside.update(between)
     return Replacement(
         NAME, NAME, _described(made), f"no scores in memory: {text}",
-        list(dict.fromkeys([*tensors, *needed])), {result: shaped},
-        {n for n, value in seen.of.items() if value in inside} - {result}, emit,
+        list(dict.fromkeys([*tensors, *needed])), outputs,
+        {n for n, value in seen.of.items() if value in inside} - {*outputs}, emit,
     )  # fmt: skip
+
+
+def _totals(site: Site) -> list[tuple[Any, Place, list[Any]]]:
+    """The log-sum-exps of a site's scores that the program asks for: (value, place, what lies
+    between)."""
+    place, found = site.axes.now(site.weights.place), []
+    dim = next((d for d, i in enumerate(place) if i.axes == site.axes.flat(site.keys.axes)), None)
+    for total, keeps, between in site.weights.totals:
+        if total not in site.seen.first or dim is None:
+            continue
+        rest = (Index(),) if keeps else ()
+        found.append((total, (*place[:dim], *rest, *place[dim + 1 :]), between))
+    return found
+
+
+def _lse(sizes: Sizes, axes: Axes, total: Any, place: Place, roles: Roles) -> Any:
+    def made(program: Program, found: Any) -> Any:
+        own = straight(axes, [roles.b, roles.h, roles.q])
+        groups = [i.axes for i in axes.now(place)]
+        lse = arranged(program, sizes, axes, found[1], own, groups, False)
+        dtype = dtype_of(total)
+        return lse if dtype == torch.float32 else program.call("to", lse, dtype)
+
+    return made
 
 
 def _sinks(site: Site) -> list[tuple[Any, Place]]:

@@ -21,20 +21,23 @@ _SOFTMAX = {aten._softmax.default: "nan", aten._safe_softmax.default: "zero"}
 class Weights:
     """``scores`` at ``place`` are what the softmax is of; ``empty`` what a row that keeps nothing
     gives; ``sinks`` are scores of columns that are left out of the result, with their places;
-    ``passed`` the values between the product with v and the scores."""
+    ``passed`` the values between the product with v and the scores; ``totals`` the log-sum-exps of
+    the scores: (value, whether it keeps the dimension, the values in between)."""
 
     scores: Any
     place: Place
     empty: str
     passed: list[Any]
     sinks: list[tuple[Any, Place]] = dataclasses.field(default_factory=list)
+    totals: list[tuple[Any, bool, list[Any]]] = dataclasses.field(default_factory=list)
 
 
 class Reader:
     """Finds weights behind a factor of a product."""
 
-    def __init__(self, numbers: Numbers) -> None:
-        self.numbers = numbers
+    def __init__(self, graph: Any) -> None:
+        self.numbers = Numbers(graph)
+        self._totals = [n for n in graph.nodes if n.target is aten.logsumexp.default]
 
     def weights(self, axes: Axes, node: Any, place: Place, keys: Index) -> Weights | None:
         """None where a value is no softmax along ``keys``. Raises NoSite, NoPlace."""
@@ -73,6 +76,14 @@ class Reader:
             found.scores = below
         if not whole:
             self._without_sinks(axes, found, dim)
+        for total in self._totals:
+            if self._same(total.args[0], found.scores) and _dim(total, found.scores) == dim:
+                between = []
+                node = total.args[0]
+                while node is not found.scores and node.target in (*_KEPT, aten._to_copy.default):
+                    between.append(node)
+                    node = node.args[0]
+                found.totals.append((total, _keeps(total), between))
         return found
 
     def _without_sinks(self, axes: Axes, found: Weights, dim: int) -> None:
@@ -153,6 +164,7 @@ class Reader:
         if not isinstance(row, torch.fx.Node) or not isinstance(x, torch.fx.Node):
             return None
         row = _plain(row)
+        row = row.args[0] if _is(row, aten.detach.default) else row
         if _is(row, operator.getitem) and row.args[1] == 0:
             row = row.args[0]
         if row.target not in (aten.amax.default, aten.max.dim) or not _keeps(row):
@@ -169,13 +181,13 @@ def _is_float(*nodes: Any) -> bool:
     return all(n.meta["val"].dtype in _FLOATS for n in nodes)
 
 
+_KEPT = (aten.clone.default, aten.alias.default)
 _REPEATS = (aten.expand.default, aten.expand_as.default)
 
 
 def _converted(node: Any) -> Any:
     """A value in front of what leaves its numbers, or rounds them."""
-    kept = (aten.clone.default, aten.alias.default, aten.detach.default)
-    while node.target in kept or (node.target is aten._to_copy.default and _is_float(node)):
+    while node.target in _KEPT or (node.target is aten._to_copy.default and _is_float(node)):
         node = node.args[0]
     return node
 
