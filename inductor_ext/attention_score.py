@@ -143,7 +143,7 @@ def to_text(result: Value) -> str:
 
 def read(text: str) -> Score:
     """The function of a text, with the arguments of ``write``'s, in torch operations: for any
-    device and any floating dtype of ``s``, differentiable. Sizes and numbers may be ints or SymInts.
+    device and any floating dtype of ``s``, differentiable. Sizes and numbers are ints or SymInts.
 
     Raises ValueError, when called, for a text of other arguments or operations.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Builder:
     """``input`` adds inputs, ``call`` an operation's result.
 
     ``like`` names the input whose shape a constant tensor takes where no number will do.
-    ``narrow``: inputs of int64 are int32, whatever is converted from int32 to int64 stays.
+    ``narrow`` names inputs of int64 that are int32 here, and with them what is made of them alone.
     """
 
     def __init__(self, like: str, narrow: frozenset[str] = frozenset()) -> None:
@@ -133,6 +133,23 @@ class Builder:
         if typed and isinstance(val, Tensor) and dtype_of(result) not in (None, val.dtype):
             raise NotPointwise(f"{node.target} gives {val.dtype} of operands of unusual dtypes")
         return result
+
+    def take(self, value: Value, known: dict[Any, Value] | None = None) -> Value:
+        """A value of another builder, whose inputs have the names of inputs here."""
+        if isinstance(value, Const):
+            return value
+        known = {} if known is None else known
+        for node in in_order(value):
+            if node in known:
+                continue
+            if node.op == "placeholder":
+                known[node] = self.inputs[str(node.target)]
+            elif node.target in FILLED:
+                known[node] = Const(node.args[1], node.kwargs["dtype"])
+            else:
+                args = [known[a] if isinstance(a, torch.fx.Node) else a for a in node.args]
+                known[node] = self.call(node.target, *args, **node.kwargs)
+        return known[value]
 
     # --- operations ---
 
@@ -212,10 +229,10 @@ class Builder:
             return value
         if dtype == torch.bool:
             return self.operation(aten.ne, value, Const(0))
-        if dtype == torch.int64 and leaves(value) <= self._narrow and not always:
-            if not dtype_of(value).is_floating_point and dtype_of(value) != torch.bool:  # type: ignore[union-attr]
-                return value
-        if dtype_of(value) == torch.bool and dtype == torch.float32:
+        narrow = dtype_of(value) == torch.int32 and leaves(value) <= self._narrow
+        if dtype == torch.int64 and narrow and not always:
+            return value
+        if dtype_of(value) == torch.bool and dtype.is_floating_point:
             return self._where(value, Const(1.0, dtype), Const(0.0, dtype))
         if packet(value) is aten._to_copy and _keeps(
             value.args[0].meta["val"].dtype, dtype_of(value)
@@ -249,7 +266,7 @@ class Builder:
         if isinstance(arg, (bool, int, float)):
             return Const(arg)
         if isinstance(arg, torch.fx.Node) and arg.target is aten.full_like.default:
-            return Const(arg.args[1], arg.kwargs["dtype"])  # type: ignore[arg-type]
+            return Const(arg.args[1], arg.kwargs["dtype"])
         return arg
 
     def _where(self, condition: Value, a: Value, b: Value) -> Value:
@@ -344,12 +361,15 @@ class Builder:
     def _typed(self, kind: Any, operands: tuple[Value, ...], op: Any) -> Any:
         """The node of an operation, its operands converted where a number promotes otherwise than
         the constant tensor it stands for."""
-        if kind is aten.mul and not any(isinstance(a, Const) for a in operands):
-            if all(
+        if (
+            kind is aten.mul
+            and not any(isinstance(a, Const) for a in operands)
+            and all(
                 leaves(a) <= self._narrow and not a.meta["val"].is_floating_point()
                 for a in operands
-            ):
-                operands = tuple(self.convert(a, torch.int64, always=True) for a in operands)
+            )
+        ):
+            operands = tuple(self.convert(a, torch.int64, always=True) for a in operands)
         if kind in _OVERLOADS and len(operands) == 2:
             numbers = tuple(isinstance(a, Const) for a in operands)
             place = 2 if numbers[0] else int(numbers[1])
@@ -388,11 +408,8 @@ class Builder:
         return self._node(aten.full_like.default, (like, value.value), {"dtype": dtype})
 
     def _node(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = (
-            op,
-            tuple((type(a), repr(a)) if not isinstance(a, torch.fx.Node) else a for a in args),
-        )
-        known = (*known, tuple(kwargs.items()))
+        parts = [a if isinstance(a, torch.fx.Node) else (type(a), repr(a)) for a in args]
+        known = (op, tuple(parts), tuple(kwargs.items()))
         if known in self._known:
             return self._known[known]
         given = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in args]
@@ -412,6 +429,34 @@ class Builder:
         return node
 
 
+def function_of(value: Any, inputs: Sequence[str]) -> torch.fx.GraphModule:
+    """A builder's node as a function of inputs by name."""
+    graph = torch.fx.Graph()
+    placeholders = {name: graph.placeholder(name) for name in inputs}
+    copies: dict[Any, Any] = {}
+    for node in in_order(value):
+        if node.op == "placeholder":
+            copies[node] = placeholders[str(node.target)]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[value])
+    return torch.fx.GraphModule({}, graph)
+
+
+def in_order(value: Any) -> list[Any]:
+    """The nodes that a node is made of, each behind its arguments, itself last."""
+    found: dict[Any, None] = {}
+    stack = [(value, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            found[node] = None
+        elif node not in found:
+            stack.append((node, True))
+            stack += [(a, False) for a in reversed(node.all_input_nodes)]
+    return list(found)
+
+
 def _own(number: Any) -> torch.dtype:
     if isinstance(number, bool):
         return torch.bool
@@ -424,7 +469,7 @@ def _is_truth(value: Value) -> bool:
 
 def _keeps(dtype: torch.dtype, wider: torch.dtype | None) -> bool:
     """Whether every value of a dtype is one of another."""
-    return torch.promote_types(dtype, wider) == wider and dtype != torch.int64  # type: ignore[arg-type]
+    return torch.promote_types(dtype, wider) == wider and dtype != torch.int64
 
 
 def _stand_in(value: Value) -> Tensor:

@@ -112,4 +112,5 @@ def _argument(node: ast.expr, known: dict[str, Any]) -> Any:
         return getattr(torch, node.id)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_argument(node.operand, known)
-    return ast.literal_eval(node)
+    assert isinstance(node, ast.Constant)
+    return node.value

@@ -8,22 +8,19 @@ generated around it, cuDNN or torch functions compute it, as ``_attention_choice
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from inductor_ext import attention_score, compat, compat_attention
+from inductor_ext import compat, compat_attention
 from inductor_ext.compat import float32_precision, under_functorch
-from inductor_ext.ops import _attention_checks as checks
 from inductor_ext.ops import _attention_choice as choice
 from inductor_ext.ops import _attention_composed as composed
 from inductor_ext.ops import _attention_options as options_of
 from inductor_ext.ops._opaque import opaque_op
-from inductor_ext.ops._rows import beside, is_zero
+from inductor_ext.ops._rows import beside
 from inductor_ext.templates.attention_program import Input, Program
 
 # --- what is computed, and by what ----------------------------------------------------------------
@@ -37,10 +34,12 @@ def kernels_apply(q: Tensor) -> bool:
 def program_of(inputs: Sequence[Tensor], numbers: Sequence[Any], score: str,
                empty: str) -> Program | None:  # fmt: skip
     """The score as a kernel computes it; None where none can."""
+    from inductor_ext import attention_translate as translate  # needs triton
+
     read = tuple(Input(x.dtype, _axes(x)) for x in inputs)
     try:
-        return attention_score.program(score, read, len(numbers), empty)
-    except attention_score.NoProgram:
+        return translate.program(score, read, len(numbers), empty)
+    except translate.NoProgram:
         return None
 
 
@@ -154,43 +153,57 @@ def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
     numbers: list[int], score: str, empty: str, out: Tensor, lse: Tensor, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    places = [_like(t, t.shape[-1]) for t in (q, k, v)]
-    given, inputs = inputs, [_collapsed(x) for x in inputs]
+    """``needed``: of q, k, v and of each input; what is not needed comes empty."""
+    dq, dk, dv, own = _places(q, k, v, inputs, needed)
+    inputs = [_collapsed(x) for x in inputs]
     if q.numel() == 0 or k.shape[2] == 0:
-        zero = [p.zero_() for p in places]
-        dinputs = [t.zero_() for t in _gradients(given, needed)]
-        return zero[0], zero[1], zero[2], dinputs
+        return dq.zero_(), dk.zero_(), dv.zero_(), [t.zero_() for t in own]
     program = program_of(inputs, numbers, score, empty) if kernels_apply(q) else None
-    known = program is not None and all(
-        i in program.differentiable for i, need in enumerate(needed) if need
-    )
-    case = _case(q, k, v, numbers, program if known else None)
+    case = _case(q, k, v, numbers, program)
     chosen = choice.backward(case, of_lse=dlse is not None)
     found: list[Tensor]
     if chosen == "cudnn":
         assert program is not None and program.scale is not None
         found = [*compat_attention.cudnn_backward(
-            do, q, k, v, out, lse, bool(program.keep), program.scale
+            _into(torch.empty_like(out), do), q, k, v, out, lse, bool(program.keep), program.scale
         )]  # fmt: skip
-        dinputs = []
+        dinputs = [zero for zero in inputs]
     elif chosen == "kernel":
         from inductor_ext.templates import attention_backward_launch as launch
 
+        assert program is not None
+        # An input that is only compared has a gradient of 0, which no kernel writes.
+        of_inputs = [n and i in program.differentiable for i, n in enumerate(needed[3:])]
         *found, dinputs = launch.backward(
-            do, dlse, q, k, v, inputs, numbers, program, out, lse, needed, float32_precision()
-        )
+            do, dlse, q, k, v, inputs, numbers, program, out, lse, [*needed[:3], *of_inputs],
+            float32_precision(),
+        )  # fmt: skip
+        zero = q.new_zeros(())
+        dinputs = [
+            f if there else zero.expand(x.shape)
+            for f, there, x in zip(dinputs, of_inputs, inputs, strict=True)
+        ]
     else:
-        *found, sums = composed.backward(do, dlse, q, k, v, inputs, numbers, score, needed)
-        there = iter(sums)
-        dinputs = [next(there) if need else q.new_empty(0) for need in needed]
-    dq, dk, dv = (_into(p, f) for p, f in zip(places, found, strict=True))
-    if not dinputs:
-        dinputs = [q.new_empty(0) for _ in inputs]
-    own = _gradients(given, needed)
-    for place, part, need in zip(own, dinputs, needed, strict=True):
-        if need:
-            _spread(place, part)
-    return dq, dk, dv, own
+        *found, dinputs = composed.backward(
+            do, dlse, q, k, v, inputs, numbers, score, needed
+        )  # fmt: skip
+    results = [
+        _spread(place, part) if need else place
+        for place, part, need in zip((dq, dk, dv, *own), (*found, *dinputs), needed, strict=True)
+    ]
+    return results[0], results[1], results[2], results[3:]
+
+
+def _places(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Memory for the gradients."""
+    dq, dk, dv = (
+        _like(t, t.shape[-1]) if need else t.new_empty(0)
+        for t, need in zip((q, k, v), needed, strict=False)
+    )
+    others = zip(inputs, needed[3:], strict=True)
+    return dq, dk, dv, [x.new_empty(x.shape if need else 0) for x, need in others]
 
 
 def _collapsed(x: Tensor) -> Tensor:
@@ -201,21 +214,16 @@ def _collapsed(x: Tensor) -> Tensor:
     return x
 
 
-def _spread(place: Tensor, found: Tensor) -> None:
-    """The gradient of an expanded input: only its sum along those dimensions means anything, as of
-    a slice's, so it is at the first place."""
-    if place.shape != found.shape:
-        place.zero_()
-        for dim in range(4):
-            place = place.narrow(dim, 0, found.shape[dim])
+def _spread(place: Tensor, found: Tensor) -> Tensor:
+    """A gradient in its place. Of that of an expanded input only the sum along those dimensions
+    means anything: it is at the first place, as a slice's would be."""
+    if place.shape == found.shape:
+        return _into(place, found)
+    whole = place.zero_()
+    for dim in range(4):
+        place = place.narrow(dim, 0, found.shape[dim])
     place.copy_(found)
-
-
-def _gradients(inputs: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
-    return [
-        x.new_empty(x.shape) if need else x.new_empty(0)
-        for x, need in zip(inputs, needed, strict=True)
-    ]
+    return whole
 
 
 @_backward.register_fake
@@ -223,8 +231,7 @@ def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
     numbers: list[int], score: str, empty: str, out: Tensor, lse: Tensor, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    dq, dk, dv = (_like(t, t.shape[-1]) for t in (q, k, v))
-    return dq, dk, dv, _gradients(inputs, needed)
+    return _places(q, k, v, inputs, needed)
 
 
 @opaque_op("inductor_ext::attention_columns")
@@ -271,10 +278,12 @@ def _ragged(
         from inductor_ext.templates import attention_decode_launch as decode
 
         program = program_of(inputs, numbers, score, empty)
-        if program is not None and decode.fits(q, k) and q.numel():
+        fits = decode.fits(q, k, block_table is not None)
+        if program is not None and fits and q.numel() and k.numel():
+            table = None if block_table is None else block_table.to(torch.int32)
             out, lse = decode.decode(
-                q, k, v, inputs, numbers, program, float32_precision(), lengths=lengths,
-                block_table=block_table,
+                q, k, v, inputs, numbers, program, float32_precision(),
+                lengths=lengths.to(torch.int32), block_table=table,
             )  # fmt: skip
             return _into(_like(q, v.shape[-1]), out), lse.contiguous()
     if block_table is not None:
@@ -312,14 +321,17 @@ def _grad(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         return None, None, None, [None] * len(inputs), *rest
     if do is None:
         do = torch.zeros_like(out)
-    needed = list(ctx.needs_input_grad[3])
+    needed = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[3]]
     if torch.is_grad_enabled() or under_functorch():
         dq, dk, dv, *dinputs = _again(ctx, (q, k, v, *inputs), do, dlse)
         return dq, dk, dv, dinputs, *rest
     dq, dk, dv, dinputs = _backward(
         do, dlse, q, k, v, inputs, ctx.numbers, ctx.score, ctx.empty, out, lse, needed
     )
-    return dq, dk, dv, [g if n else None for g, n in zip(dinputs, needed, strict=True)], *rest
+    dq, dk, dv, *dinputs = (
+        g if n else None for g, n in zip((dq, dk, dv, *dinputs), needed, strict=True)
+    )
+    return dq, dk, dv, dinputs, *rest
 
 
 def _again(ctx: Any, tensors: Any, do: Tensor, dlse: Tensor | None) -> Any:
@@ -348,7 +360,7 @@ def _again(ctx: Any, tensors: Any, do: Tensor, dlse: Tensor | None) -> Any:
 _attention.register_autograd(_grad, setup_context=_setup)
 
 
-# --- public ---------------------------------------------------------------------------------------
+# --- as functions ---------------------------------------------------------------------------------
 
 
 def attend(
@@ -358,11 +370,18 @@ def attend(
     """(out, lse), differentiable any number of times, under any transform."""
     if under_functorch():
         return composed.attention(q, k, v, inputs, numbers, score, empty)
+    inputs = [_own_elements(x) for x in inputs]
     with beside(q):
         return _attention(q, k, v, inputs, numbers, score, empty)
 
 
-def _of_lengths(
+def _own_elements(x: Tensor) -> Tensor:
+    """An input; an expanded one that will be asked for its own gradient gets memory for it."""
+    asked = x.requires_grad and x.is_leaf
+    return x.clone(memory_format=torch.contiguous_format) if asked and 0 in x.stride() else x
+
+
+def of_lengths(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None, lengths: Tensor, score: Any
 ) -> tuple[Tensor, Tensor]:
     """The same of keys of which each sequence has its own number."""
@@ -374,11 +393,11 @@ def _of_lengths(
             return _ragged(
                 q, k, v, block_table, lengths, score.inputs, score.numbers, score.text, "zero"
             )
-    k, v, text, inputs = _dense(k, v, block_table, lengths, score)
+    k, v, text, inputs = dense(k, v, block_table, lengths, score)
     return attend(q, k, v, inputs, score.numbers, text)
 
 
-def _dense(
+def dense(
     k: Tensor, v: Tensor, block_table: Tensor | None, lengths: Tensor | None, score: Any
 ) -> tuple[Tensor, Tensor, str, list[Tensor]]:
     """Keys and values out of their pages, and the score with lengths among its inputs."""
@@ -389,7 +408,7 @@ def _dense(
     return k, v, *options_of.with_lengths(score.text, lengths, score.inputs)
 
 
-def _column_sums(
+def column_sums(
     q: Tensor, k: Tensor, lse: Tensor, inputs: list[Tensor], numbers: list[Any], score: str,
     first_row: Any,
 ) -> Tensor:  # fmt: skip
@@ -402,127 +421,3 @@ def _column_sums(
             q.detach(), k.detach(), lse.detach(), [x.detach() for x in inputs], numbers, score,
             first_row,
         )  # fmt: skip
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    scale: float | None = None, causal: bool | str = False,
-    window: int | tuple[int | None, int | None] | None = None, sinks: int = 0,
-    segments: Tensor | tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None,
-    slot_bias: Tensor | None = None, softcap: float | None = None, sink: Tensor | None = None,
-    score_mod: Callable[..., Tensor] | None = None, score_inputs: Sequence[Tensor] = (),
-    block_table: Tensor | None = None, lengths: Tensor | None = None, dropout: float = 0.0,
-    return_lse: bool = False, return_colsum: bool = False, colsum_rows: int | None = None,
-) -> Any:  # fmt: skip
-    """Softmax attention with masks, biases and caches, none of which is a matrix of scores.
-
-        s = scale q k^T         capped: c tanh(s / c)         plus bias, plus slot_bias
-        out = softmax over the kept keys of s, times v
-
-    A query row that keeps no key gives 0, as in ``scaled_dot_product_attention``.
-
-    Args:
-        q: [B, Hq, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv]; one of fp16, bf16, fp32, fp64
-            for all. Hq is a multiple of Hkv: query head h reads head h // (Hq / Hkv). Any strides;
-            [B, S, H, D] transposed is read as it lies.
-        scale: of the products; None for D^-0.5. Not 0.
-        causal: True or "lower_right": the last row is at the last key, row i at key i + Sk - Sq;
-            "upper_left": row i is at key i, as SDPA's ``is_causal``. Rows see keys up to their own.
-        window: (left, right), keys kept in front of and behind a row's place, its own apart; None
-            for no end; one number for both. FlashAttention's convention: a window of "the last w
-            tokens" is (w - 1, 0). Rows are placed as ``causal`` says, else as "lower_right".
-        sinks: so many first keys are kept whatever the window (not against ``causal``).
-        segments: only equal segments see each other. Ids [B, S] or [1, S], int32 or int64, or
-            offsets [segments + 1] from 0 to S (``cu_seqlens``) of packed sequences; a pair where
-            those of rows and keys differ. With a pair of offsets, each segment's last row is at its
-            last key (not for "upper_left").
-        bias: broadcastable to [B, Hq, Sq, Sk]: added, in q's dtype or fp32 (fp64 for fp64), or
-            bool, True where a key is kept. -inf drops a key.
-        slot_bias: [B, Hkv, Sk] (B may be 1), added for all rows and heads of a group.
-        softcap: c; None for no cap.
-        sink: [Hq], a learned logit per head that takes part in the softmax and has no value.
-        score_mod: a function (s, b, h, q, k, *score_inputs) -> score of torch's pointwise
-            functions: s the score so far in fp32, b, h, q, k int64 indices that broadcast to it.
-            It comes before ``causal``, ``window``, ``segments`` and a bool ``bias``. In a compiled
-            program it must be a function defined outside of that. A score of -inf drops a key.
-        score_inputs: tensors of four dimensions that broadcast to [B, Hq, Sq, Sk].
-        block_table: [B, pages of a sequence], int32 or int64: k and v are pages then, [pages, page
-            size, Hkv, D], and key j of sequence b is in page ``block_table[b, j // page size]``.
-            Entries behind a sequence's end are not looked at, but must be pages.
-        lengths: [B], int32 or int64: the keys that each sequence has, from the front; Sk in all of
-            the above is this then. Needed with ``block_table``. One over Sk is not noticed.
-        dropout: probability with which a weight is 0, the others scaled up, by torch's generator.
-            Computed by SDPA where nothing else is asked for but ``causal``, else of torch functions
-            with Sq x Sk weights in memory.
-        return_lse: return the log-sum-exp of the scores (with ``sink``), natural logarithm.
-        return_colsum: return the sum of the weights that each key got, over the rows and the heads
-            of its group. Not with ``dropout``. No gradients pass through it.
-        colsum_rows: sum over so many last rows only (SnapKV's window); None for all.
-
-    Returns out [B, Hq, Sq, Dv] in q's dtype and order of dimensions in memory, or a tuple (out, lse
-    [B, Hq, Sq], column sums [B, Hkv, Sk]) of those asked for, lse and sums in fp32 (fp64 for fp64).
-
-    16-bit products accumulate in fp32, weights are rounded to the inputs' dtype before the product
-    with v; fp32 products are as ``torch.set_float32_matmul_precision`` says. Gradients of q, k, v,
-    bias, slot_bias, sink and floating score_inputs, any number of times, also through lse. Memory
-    is linear in Sq and Sk, but for gradients of gradients and transforms of torch.func. Deterministic
-    under ``torch.use_deterministic_algorithms``; else plain scores go to cuDNN, whose gradients are
-    not. A compiled program does not depend on B, Sq, Sk, window or sinks.
-
-    Raises ValueError or TypeError for what does not fit. (FlashAttention-2, arXiv 2307.08691.)
-    """
-    checks.check_heads(q, k, v, block_table is not None)
-    checks.check_numbers(scale, softcap, dropout)
-    if block_table is not None:
-        checks.check_pages(block_table, lengths, q)
-    if lengths is not None:
-        checks.check_lengths(lengths, q)
-    own = k.shape[1] if block_table is None else k.shape[2]
-    columns = k.shape[2] if block_table is None else block_table.shape[1] * k.shape[1]
-    placed = checks.causal_of(causal)
-    ends = (None, None) if window is None else checks.window_of(window)
-    checks.check_sinks(sinks)
-    checks.check_score_inputs(score_mod, score_inputs, q, columns)
-    checks.check_columns_asked(return_colsum, colsum_rows, q.shape[2], dropout)
-    if bias is not None:
-        bias = checks.check_bias(bias, q, columns)
-    if slot_bias is not None:
-        checks.check_slot_bias(slot_bias, q, own, columns)
-    if sink is not None:
-        checks.check_sink(sink, q)
-    packed = None
-    if segments is not None:
-        of_q, of_k = checks.segments_of(segments, q, columns)
-        packed = options_of.packed(of_q, of_k, q.shape[2], columns, placed)
-    options = options_of.Options(
-        scale=guard_scalar(q.shape[-1]) ** -0.5 if scale is None else scale, softcap=softcap,
-        bias=bias, slot_bias=slot_bias, causal=placed, window=ends,
-        sinks=None if is_zero(sinks) else sinks, segments=packed, score_mod=score_mod,
-        score_inputs=tuple(score_inputs),
-    )  # fmt: skip
-    alone = not return_lse and sink is None and lengths is None and options.plain
-    if dropout and alone and (placed != "lower_right" or q.shape[2] == columns):
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=placed != "", scale=options.scale,
-            enable_gqa=q.shape[1] != own,
-        )  # fmt: skip
-    score = options_of.score_of(options, q.shape[1], q.shape[1] // own)
-    if dropout:
-        k, v, text, inputs = _dense(k, v, block_table, lengths, score)
-        out, lse = composed.attention(q, k, v, inputs, score.numbers, text, "zero", dropout)
-    elif lengths is not None:
-        out, lse = _of_lengths(q, k, v, block_table, lengths, score)
-    else:
-        out, lse = attend(q, k, v, score.inputs, score.numbers, score.text)
-    if sink is not None:
-        own_sink = sink.to(lse.dtype)[:, None]
-        out = (out * torch.sigmoid(lse - own_sink).unsqueeze(-1)).to(q.dtype)
-        lse = torch.logaddexp(lse, own_sink)
-    results: list[Tensor] = [out]
-    if return_lse:
-        results.append(lse)
-    if return_colsum:
-        k, _, text, inputs = _dense(k, v, block_table, lengths, score)
-        first = 0 if colsum_rows is None else q.shape[2] - colsum_rows
-        results.append(_column_sums(q, k, lse, inputs, score.numbers, text, first))
-    return tuple(results) if len(results) > 1 else out

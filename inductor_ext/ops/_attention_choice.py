@@ -20,9 +20,9 @@ LARGEST, LARGEST_BACKWARD = 576, 256
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``plain``: "full" or "causal" where the score is nothing but a scale, and query row q sees the
-    keys up to q, else "". ``has_program``: whether kernels can compute the score. ``cudnn``: whether
-    torch would let cuDNN compute it, by shapes, strides, settings and versions."""
+    """``plain``: "full" where the score is nothing but a scale, "causal" where also query row q
+    sees the keys up to q, else "". ``has_program``: whether kernels can compute the score.
+    ``cudnn``: whether torch would let cuDNN do it, by shapes, strides, settings and versions."""
 
     on_card: bool
     capability: tuple[int, int]

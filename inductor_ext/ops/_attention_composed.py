@@ -113,11 +113,11 @@ def backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor],
     numbers: Sequence[Any], score: str, needed: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """(dq, dk, dv, gradients of the inputs that are needed), wide but dq."""
+    """(dq, dk, dv, gradients of the inputs), wide but dq; ``needed``: of q, k, v and each input."""
     dq = torch.empty_like(q)
     keys, values = wide(k), wide(v)
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    wanted = [i for i, need in enumerate(needed) if need]
+    wanted = [i for i, need in enumerate(needed[3:]) if need]
     sums = [torch.zeros(inputs[i].shape, dtype=wide(inputs[i]).dtype, device=q.device)
             for i in wanted]  # fmt: skip
     with without_autocast(q):
@@ -146,7 +146,8 @@ def backward(
             for total, i, grad in zip(sums, wanted, found[3:], strict=True):
                 part = total if inputs[i].shape[2] == 1 else total[:, :, rows]
                 part += grad
-    return dq, dk, dv, sums
+    found = dict(zip(wanted, sums, strict=True))
+    return dq, dk, dv, [found.get(i, x) for i, x in enumerate(inputs)]
 
 
 def columns(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
+from inductor_ext import attention_score
+
 
 class Score:
     """A score that is being written: ``value`` is the name of what it is so far."""
@@ -114,25 +116,33 @@ def _arithmetic(score: Score, options: Options, heads: Any, group: Any) -> None:
 
 
 def _modify(score: Score, options: Options) -> None:
-    from inductor_ext import attention_score
-
-    fn, before, at = options.score_mod, score.text, len(score.inputs)
-    assert fn is not None
+    at = len(score.inputs)
     score.inputs.extend(options.score_inputs)
+    kinds = tuple(
+        (x.dtype, tuple(guard_scalar(size == 1) for size in x.shape)) for x in score.inputs
+    )
+    text = _modified(options.score_mod, score.text, at, kinds, len(score.numbers))
+    *lines, score.value = text.split("; ")
+    score.lines = lines
 
-    def whole(s: Any, b: Any, h: Any, q: Any, k: Any, rows: Any, columns: Any, numbers: Any,
+
+@torch.compiler.assume_constant_result
+def _modified(fn: Any, before: str, at: int, kinds: Any, numbers: int) -> str:
+    """The text of a user's function of a score and of the inputs from ``at`` on; ``kinds``: dtype
+    of each input and which of its sizes are 1."""
+
+    def whole(s: Any, b: Any, h: Any, q: Any, k: Any, rows: Any, columns: Any, counts: Any,
               inputs: Any) -> Any:  # fmt: skip
-        so_far = attention_score.read(before)(s, b, h, q, k, rows, columns, numbers, inputs)
+        so_far = attention_score.read(before)(s, b, h, q, k, rows, columns, counts, inputs)
         return fn(so_far, b, h, q, k, *inputs[at:])
 
+    like = [torch.empty([1 if one else 2 for one in ones], dtype=dtype) for dtype, ones in kinds]
     try:
-        text = attention_score.write(whole, score.inputs, score.numbers)
+        return attention_score.write(whole, like, [0] * numbers)
     except attention_score.NotPointwise as reason:
         raise ValueError(
             f"score_mod is expected as a function of torch's pointwise functions, but {reason}"
         ) from reason
-    *lines, score.value = text.split("; ")
-    score.lines = lines
 
 
 def _places(score: Score, options: Options, conditions: list[str]) -> None:

@@ -5,21 +5,19 @@ import math
 import torch
 
 
-def places(rows, columns, causal):
-    """The key that each query row is at."""
-    return torch.arange(rows) + (0 if causal == "upper_left" else columns - rows)
-
-
-def kept(rows, columns, causal, window, sinks, segments):
-    """[1 or B, 1, Sq, Sk] of bool, by plain loops."""
-    at = places(rows, columns, causal)
+def kept(rows, columns, causal, window, sinks, segments, device):
+    """[1 or B, 1, Sq, Sk] of bool, from positions."""
+    at = torch.arange(rows, device=device) + (0 if causal == "upper_left" else columns - rows)
+    p, j = at[:, None], torch.arange(columns, device=device)[None, :]
     left, right = window if isinstance(window, tuple) else (window, window)
-    keep = torch.zeros(rows, columns, dtype=torch.bool)
-    for i in range(rows):
-        for j in range(columns):
-            p = int(at[i])
-            near = (left is None or j >= p - left) and (right is None or j <= p + right)
-            keep[i, j] = (near or j < sinks) and (not causal or j <= p)
+    keep = torch.ones(rows, columns, dtype=torch.bool, device=device)
+    if left is not None:
+        keep &= j >= p - left
+    if right is not None:
+        keep &= j <= p + right
+    keep |= j < sinks
+    if causal:
+        keep &= j <= p
     keep = keep[None, None]
     if segments is not None:
         of_q, of_k = segments
@@ -31,7 +29,8 @@ def attention(
     q, k, v, *, scale=None, causal=False, window=None, sinks=0, segments=None, bias=None,
     slot_bias=None, softcap=None, sink=None, lengths=None, extra=None, empty=0.0,
 ):  # fmt: skip
-    """(out, lse, probabilities [B, Hkv, G, Sq, Sk]) in the dtype of the inputs."""
+    """(out, lse, probabilities [B, Hkv, G, Sq, Sk]), out in the dtype of the inputs; as model code
+    has it, with the softmax of 16-bit scores in fp32."""
     B, heads, rows, D = q.shape
     own, columns = k.shape[1:3]
     group = heads // own
@@ -46,17 +45,18 @@ def attention(
     if extra is not None:
         s = s + extra
     counts = [columns] * B if lengths is None else lengths.tolist()
-    keep = torch.zeros(B, 1, rows, columns, dtype=torch.bool)
+    keep = torch.zeros(B, 1, rows, columns, dtype=torch.bool, device=q.device)
     for b, count in enumerate(counts):
         part = segments
         if segments is not None:
             part = tuple(t[b % t.shape[0]][None] for t in segments)
             part = part[0], part[1][:, :count]
-        keep[b, :, :, :count] = kept(rows, count, causal, window or (None, None), sinks, part)[0]
-    if window == 0:
-        raise AssertionError("0 is (0, 0) here")
+        keep[b, :, :, :count] = kept(
+            rows, count, causal, window or (None, None), sinks, part, q.device
+        )[0]  # fmt: skip
     if bias is not None and bias.dtype == torch.bool:
         keep = keep & bias
+    s = s.to(torch.float64 if s.dtype == torch.float64 else torch.float32)
     s = s.masked_fill(~keep, -math.inf)
     none = (s == -math.inf).all(-1, keepdim=True)
     filled = s.masked_fill(none, 0.0)
@@ -67,5 +67,5 @@ def attention(
     else:
         lse = filled.logsumexp(-1).masked_fill(none[..., 0], -math.inf)
         p = filled.softmax(-1).masked_fill(none, empty)
-    out = p @ v
+    out = p.to(v.dtype) @ v
     return out, lse, p.unflatten(1, (own, group))

@@ -1,4 +1,4 @@
-"""Shared by the tests of attention: seeded, and their reference importable."""
+"""Shared by the tests of attention: helpers beside the tests are found, and all is seeded."""
 
 import pathlib
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))  # reference
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
