@@ -23,24 +23,22 @@ from .attention_backward import (
     rows_kernel,
     statistics_kernel,
 )
-from .attention_launch import dense, products
 from .attention_program import Program
 from .attention_staging import ROWS
 from .attention_text import Operand, by_tma, pieces, score_values
-from .linear_attention_launch import _processors
+from .linear_attention_launch import _processors, exact
 
 L2_BYTES = 32 << 20  # of an H200's, what heads that take turns may read again and again
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Query rows and keys of a tile, warps, pipeline stages; ``ahead``: as in ``Form``."""
+    """Query rows and keys of a tile, warps, pipeline stages."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    ahead: bool = False
 
 
 def _width(dim: int) -> int:
@@ -93,16 +91,28 @@ def pairs_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     return Tiling(64, 64, 4, 1)
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _like(tensor: Tensor) -> Tensor:
     out = torch.empty_like(tensor)
-    return out if out.stride(-1) == 1 else out.new_empty(tensor.shape)
+    return (
+        out
+        if out.stride(-1) == 1
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    )
 
 
 def _reduced(partials: Tensor, given: Tensor, axes: str) -> Tensor:
     """[B, H, Sq or 1, Sk or 1] summed over what the input is broadcast along."""
     over = [i for i, axis in enumerate("bhqk") if axis not in axes and partials.shape[i] != 1]
     total = partials.sum(over, keepdim=True) if over else partials
-    return total.to(given.dtype).reshape(given.shape)
+    return (
+        total.to(given.dtype).expand(given.shape)
+        if total.shape != given.shape
+        else total.to(given.dtype)
+    )
 
 
 class _Stage:
@@ -126,15 +136,15 @@ class _Backward:
         lse: Tensor, precision: str,
     ) -> None:  # fmt: skip
         self.program, self.inputs, self.numbers = program, inputs, numbers
-        self.q, self.k, self.v, self.do = map(dense, (q, k, v, do))
+        self.q, self.k, self.v, self.do = map(_dense, (q, k, v, do))
         self.batches, self.heads, self.rows = q.shape[:3]
         self.kv_heads, self.columns = k.shape[1:3]
-        self.precision = products(q.dtype, precision)
+        self.precision = exact(q, precision)
         self.tma = tuple(map(by_tma, (self.q, self.k, self.v, self.do)))
         # Rows are padded to whole tiles of every tiling: their loads need no mask.
         self.padded = triton.cdiv(self.rows, ROWS) * ROWS
         self.delta = self.fp32(2, *q.shape[:2], self.padded)
-        self._statistics(dense(out), lse.contiguous(), dlse)
+        self._statistics(_dense(out), lse.contiguous(), dlse)
 
     def form(self, **parts: Any) -> Form:
         tma: Any = self.tma
@@ -148,8 +158,9 @@ class _Backward:
     def _statistics(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         columns = triton.next_power_of_2(out.shape[3])
         block = max(1, 4096 // columns)
-        programs = triton.cdiv(self.padded, block) * self.batches * self.heads
-        wrap_triton(statistics_kernel)[(programs,)](
+        wrap_triton(statistics_kernel)[
+            (triton.cdiv(self.padded, block), self.batches * self.heads)
+        ](
             out, self.do, lse, dlse, *self.delta, self.rows, self.padded, self.heads, *out.stride()[:3],
             *self.do.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
             VALUE=out.shape[3], COLUMNS=columns, ROWS=block, num_warps=4,
@@ -197,7 +208,7 @@ class _Backward:
         form = self.form(
             dk=() if dk is None else tuple(range(len(pieces(self.q.shape[3])))),
             dv=() if dv is None else tuple(range(len(pieces(self.v.shape[3])))),
-            inputs=tuple(sums), staged=stage is not None, ahead=chosen.ahead,
+            inputs=tuple(sums), staged=stage is not None,
         )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
         group = self.heads // self.kv_heads
@@ -216,8 +227,8 @@ class _Backward:
         """dq, and ``sums`` [B, Hq, padded] of the inputs along rows or neither."""
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
-            inputs=tuple(sums), ahead=chosen.ahead,
-        )  # fmt: skip
+            inputs=tuple(sums),
+        )
         values = self._given(form, chosen.block_m, chosen.block_n)
         heads = self.batches * self.heads
         values["together"] = self._together(self.columns, heads)

@@ -15,93 +15,19 @@ from inductor_ext.attention_translate import NoProgram, program
 
 sys.path.append(str(Path(__file__).parent))
 
-from score_ways import LOG2E, computed, evaluated
-
-INF = float("inf")
-LEAST = torch.finfo(torch.float32).min
-SIZES = 2, 3, 6, 9
-AXES = "bk", "h", "bqk", "bhqk", "bq", "b", "qk"
-
-
-def tensors(sizes=SIZES):
-    """Document ids of keys, slopes, a mask, a bias, document ids of queries, lengths, another bias
-    with a dtype's least number and -inf in it."""
-    gen, (b, h, q, k) = torch.Generator().manual_seed(1), sizes
-    least = torch.randn(1, 1, q, k, generator=gen)
-    least[..., 1::3], least[..., 2::3] = LEAST, -INF
-    return [
-        torch.randint(0, 3, (b, 1, 1, k), generator=gen),
-        torch.rand(1, h, 1, 1, generator=gen),
-        torch.rand(b, 1, q, k, generator=gen) > 0.3,
-        torch.randn(b, h, q, k, generator=gen).to(torch.bfloat16),
-        torch.randint(0, 3, (b, 1, q, 1), generator=gen),
-        torch.randint(0, k, (b, 1, 1, 1), generator=gen, dtype=torch.int32),
-        least,
-    ]
-
-
-def made(fn, numbers=(3,), empty="zero"):
-    """The text and program of a function of all ``tensors``."""
-    inputs = tensors()
-    text = write(fn, inputs, numbers)
-    described = tuple(Input(x.dtype, a) for x, a in zip(inputs, AXES, strict=True))
-    return text, program(text, described, len(numbers), empty)
-
-
-def score(body):
-    """A function as ``write`` takes it, of those of its arguments that the body reads."""
-    return lambda s, b, h, q, k, rows, columns, n, x: body(
-        s=s, b=b, h=h, q=q, k=k, rows=rows, columns=columns, n=n, x=x
-    )
-
-
-def where(keep, value, other=-INF):
-    return torch.where(keep, value, other)
-
-
-SCORES = {
-    "plain": lambda s, **_: s,
-    "scale": lambda s, **_: s / 8 * 0.5,
-    "causal": lambda s, q, k, **_: where(q >= k, s * 0.1),
-    "lower right": lambda s, q, k, rows, columns, **_: (s * 0.1).masked_fill(
-        k > q + columns - rows, -INF
-    ),
-    "window": lambda s, q, k, n, **_: where((k <= q) & (k > q - n[0]), s * 0.1),
-    "sinks and window": lambda s, q, k, n, **_: where(
-        (k <= q) & ((k > q - n[0]) | (k < 2)), s * 0.1
-    ),
-    "prefix": lambda s, q, k, n, **_: where((k < n[0]) | (k <= q), s * 0.1),
-    "documents": lambda s, q, k, x, **_: where((x[4] == x[0]) & (k <= q), s * 0.1),
-    "chunks": lambda s, q, k, **_: where((q // 4 == k // 4) & (k <= q), s),
-    "chunks by a remainder": lambda s, q, k, **_: where(k >= q - q % 4, s),
-    "padding": lambda s, k, x, **_: where(k < x[5], s * 0.1),
-    "loaded mask": lambda s, q, k, x, **_: where(x[2] & (k <= q), s * 0.1),
-    "nested": lambda s, q, k, x, **_: where(q > 2, where(x[2], s, -INF), where(k < 4, s * 2, -INF)),
-    "added masks": lambda s, q, k, x, **_: s * 0.1 + where(k <= q, 0.0) + where(x[2], 0.0),
-    "scaled mask": lambda s, q, k, **_: (s + where(k <= q, 0.0)) * 0.1,
-    "bias": lambda s, x, **_: s * 0.1 + x[3],
-    "bias of fp32": lambda s, x, **_: x[6] + s * 0.1,
-    "alibi": lambda s, q, k, x, **_: where(k <= q, s * 0.1 + x[1] * (k - q)),
-    "alibi by the head": lambda s, h, q, k, **_: s * 0.1 - (q - k).abs() * 2.0 ** (-(h + 1) * 0.5),
-    "temperature": lambda s, x, **_: s * x[1],
-    "softcap": lambda s, **_: 30 * torch.tanh(s * 0.3 / 30),
-    "softcap under a mask": lambda s, q, k, **_: where(k <= q, torch.tanh(s / 5) * 5, LEAST),
-    "rounded": lambda s, x, **_: (s * 0.1).bfloat16() + x[3],
-    "rounded to fp16": lambda s, **_: s.half() * torch.full((1, 1, 1, 1), 0.3),
-    "least of bf16": lambda s, q, k, **_: (
-        (s * 0.1).bfloat16() + (1.0 - (k <= q).bfloat16()) * torch.finfo(torch.bfloat16).min
-    ),
-    "least, perhaps everywhere": lambda s, x, **_: where(x[2], s * 0.1, LEAST),
-    "clamped": lambda s, **_: s.clamp(-1, 1.5),
-    "not itself": lambda s, q, k, **_: where(q != k, s),
-    "equal weights": lambda q, k, **_: where(q >= k, torch.zeros_like(k * 1.0)),
-    "a logarithm": lambda s, q, k, **_: where(q >= k, s - torch.log((q - k + 1).float())),
-    "a logarithm of masked places": lambda s, q, k, x, **_: where(
-        q >= k, torch.sqrt((q - k).float() + 1) * torch.log(1 + s.abs()) * x[1]
-    ),
-    "written in place": lambda s, k, n, x, **_: (s * 2).masked_fill_(x[2], -INF).add_(x[1]),
-    "no keys": lambda s, k, **_: where(k < 0, s),
-}
+from score_ways import (
+    INF,
+    LEAST,
+    LOG2E,
+    SCORES,
+    SIZES,
+    computed,
+    evaluated,
+    made,
+    score,
+    tensors,
+    where,
+)
 
 
 @pytest.mark.parametrize("name", SCORES)
