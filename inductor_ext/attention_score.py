@@ -105,7 +105,8 @@ def _values(fn: Score, kinds: Sequence[Any], numbers: int, sizes: Sequence[int])
     values = {}
     placeholders = graph.find_nodes(op="placeholder")
     for name, node in zip(names(numbers, len(inputs)), placeholders, strict=True):
-        values[node] = builder.input(name, node.meta["val"].to("meta"))
+        val = node.meta["val"]  # may be a fake tensor
+        values[node] = builder.input(name, torch.empty(val.shape, dtype=val.dtype, device="meta"))
     results = builder.merge(graph, values, typed=True)
     if len(results) != 1:
         raise NotPointwise(f"expected one score, got {len(results)}")

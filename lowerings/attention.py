@@ -19,7 +19,7 @@ from inductor_ext.lowerings.attention_places import NoPlace
 from inductor_ext.lowerings.attention_softmax import Reader
 from inductor_ext.lowerings.mhc_sites import NoSite, Replacement, apply, describe, leave
 
-from inductor_ext import attention_score, registry, shadow
+from inductor_ext import attention_score, compat_fx, registry, shadow
 
 NAME = found.NAME
 _SOFTMAXES = ("softmax", "exp", "logsumexp", "log_softmax", "_softmax")
@@ -36,7 +36,10 @@ def may_hold_attention(graph: Any) -> bool:
 
 def _text(function: Any, sample: list[torch.Tensor]) -> str:
     try:
-        return attention_score.write(function, sample, function.numbers)
+        # In a thread of its own, where nothing is traced.
+        return compat_fx.apart(
+            lambda: attention_score.write(function, sample, function.numbers)
+        )
     except attention_score.NotPointwise as reason:
         raise NoSite(str(reason)) from None
 
