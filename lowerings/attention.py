@@ -18,8 +18,9 @@ from inductor_ext.lowerings.attention_calls import calls
 from inductor_ext.lowerings.attention_places import NoPlace
 from inductor_ext.lowerings.attention_softmax import Reader
 from inductor_ext.lowerings.mhc_sites import NoSite, Replacement, apply, describe, leave
+from inductor_ext.templates.attention_program import Input
 
-from inductor_ext import attention_score, compat_fx, registry, shadow
+from inductor_ext import attention_score, attention_translate, compat_fx, registry, shadow
 
 NAME = found.NAME
 _SOFTMAXES = ("softmax", "exp", "logsumexp", "log_softmax", "_softmax")
@@ -34,20 +35,37 @@ def may_hold_attention(graph: Any) -> bool:
     return False
 
 
-def _text(function: Any, sample: list[torch.Tensor]) -> str:
+def _text(function: Any, sample: list[torch.Tensor], empty: str) -> str:
+    """The text of scores, of which kernels can be made. Raises NoSite."""
+
+    def made() -> str:
+        text = attention_score.write(function, sample, function.numbers)
+        inputs = tuple(Input(x.dtype, _axes(x)) for x in sample)
+        attention_translate.program(text, inputs, len(function.numbers), empty)
+        return text
+
     try:
-        # In a thread of its own, where nothing is traced.
-        return compat_fx.apart(
-            lambda: attention_score.write(function, sample, function.numbers)
-        )
-    except attention_score.NotPointwise as reason:
+        return compat_fx.apart(made)  # in a thread of its own, where nothing is traced
+    except (attention_score.NotPointwise, attention_translate.NoProgram) as reason:
         raise NoSite(str(reason)) from None
+
+
+def _axes(x: torch.Tensor) -> str:
+    return "".join(name for name, size in zip("bhqk", x.shape, strict=True) if size != 1)
 
 
 def _replacement(site: Any) -> Replacement:
     try:
         found.read(site)
-        return found.replacement(found.plan(site), _text)
+        try:
+            return found.replacement(found.plan(site), _text)
+        except NoSite as first:
+            # Perhaps a mask as the program has it will do.
+            try:
+                found.read(site, whole=True)
+                return found.replacement(found.plan(site), _text)
+            except NoSite:
+                raise first from None
     except NoPlace as reason:
         raise NoSite(str(reason)) from None
 

@@ -119,12 +119,18 @@ def arranged(
 ) -> Any:  # fmt: skip
     """``node``, whose elements are at ``place``, with one dimension per group of axes. Where it
     varies along none of a group's, that dimension is 1; with ``fill`` it is repeated (stride 0)."""
+    place, groups = axes.now(place), [axes.flat(group) for group in groups]
+    if [index.axes for index in place] == groups and all(index.whole for index in place):
+        return node
     dims: list[tuple[int, ...]] = []
-    place = axes.now(place)
     for dim in reversed(range(len(place))):
         index = place[dim]
         if not index.axes:
-            node = program.call("select", node, dim, sizes.made(program, index.offset))
+            one = value_of(node).shape[dim]
+            if isinstance(one, int) and one == 1:
+                node = program.call("squeeze", node, dim)
+            else:
+                node = program.call("select", node, dim, sizes.made(program, index.offset))
             continue
         if not index.whole:
             begin, length = (sizes.made(program, n) for n in (index.offset, axes.size(index.axes)))
@@ -136,13 +142,13 @@ def arranged(
             node = program.call("unflatten", node, dim, parts)
         dims[:0] = [(a,) for a in index.axes]
     own = [a for (a,) in dims]
-    wanted = [a for group in groups for a in axes.flat(group)]
+    wanted = [a for group in groups for a in group]
     order = [own.index(a) for a in wanted if a in own]
     if sorted(order) != list(range(len(own))):
         raise NoSite("a tensor is read along a dimension that its scores do not have so")
     if order != list(range(len(own))):
         node = program.call("permute", node, *order)
-    return _grouped(program, sizes, axes, node, [axes.flat(g) for g in groups], set(own), fill)
+    return _grouped(program, sizes, axes, node, groups, set(own), fill)
 
 
 def _once(size: Any) -> int:

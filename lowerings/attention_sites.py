@@ -33,6 +33,7 @@ from inductor_ext.lowerings.mhc_sites import (
 
 from inductor_ext import compat, compat_fx
 from inductor_ext.ops import _attention  # noqa: F401  (a program out of a cache calls it)
+from inductor_ext.ops import _attention_choice as choice
 from inductor_ext.shadow import Shadow, value_of
 
 NAME = "attention"
@@ -260,11 +261,12 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
     if not compat_fx.writes_triton(value_of(seen.first[site.result]).device):
         raise NoSite("it is not on a card")
     _check_size(made, dtype)
+    _check_heads(made)
     kv_heads = roles.h[: len(roles.h) - len(made.shared)]
     function = Function(site.score, axes, roles)
     inputs = [Operand(program_node(seen, n), p, dtype_of(n)) for n, p in scores.inputs]
     sinks = [Operand(program_node(seen, n), p, dtype_of(n)) for n, p in _sinks(site)]
-    text = text_of(function, _sample(axes, roles, inputs))
+    text = text_of(function, _sample(axes, roles, inputs), site.weights.empty)
     tensors = list(dict.fromkeys(o.node for o in (*made.q, *made.k, made.v, *inputs, *sinks)))
     sizes = Sizes(seen, tensors)
     needed = [n for size in function.numbers for n in sizes.needed(size)]
@@ -367,6 +369,21 @@ def _check_size(made: Plan, dtype: torch.dtype) -> None:
     bytes_ = max(b * h * q * k * 4, b * (h // max(shared, 1)) * k * wide * dtype.itemsize)
     if bytes_ < LEAST_BYTES:
         raise NoSite(f"its scores, or keys and values, are {bytes_} bytes: products are as fast")
+
+
+def _check_heads(made: Plan) -> None:
+    """Whether there are kernels for heads of such sizes."""
+    axes, seen = made.site.axes, made.site.seen
+    sizes = [sum(axes.size(c) for c in made.channels), axes.size(made.values)]
+    if not all(compat.is_static(size) for size in sizes):
+        raise NoSite("the size of its heads is symbolic")
+    factors = [o.node for o in (*made.q, *made.k, made.v)]
+    trained = seen.grad[seen.first[made.site.result]] and any(
+        value_of(n).requires_grad for n in factors
+    )
+    largest = choice.LARGEST_BACKWARD if trained else choice.LARGEST
+    if max(sizes) > largest:
+        raise NoSite(f"its heads are of {max(sizes)}, more than the {largest} of the kernels")
 
 
 def _sample(axes: Axes, roles: Roles, inputs: list[Operand]) -> list[torch.Tensor]:
