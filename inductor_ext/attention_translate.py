@@ -42,20 +42,26 @@ class NoProgram(Exception):
 
 
 @functools.lru_cache(maxsize=1024)
-def program(text: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> Program:
+def program(
+    text: str, inputs: tuple[Input, ...], numbers: int, empty: str, exact: bool = True
+) -> Program:
     """The Program of a score's text, of inputs x0, x1, ... and so many numbers n0, n1, ...;
-    ``empty``: "zero" or "nan". Equal arguments give the same object, and texts that differ only in
-    spelling mostly equal ones. Raises NoProgram.
+    ``empty``: "zero" or "nan". ``exact``: tanh with an absolute error of 1e-7; else with a relative
+    one of 2^-11, by the card's instruction, which is less than that of scores of 16-bit numbers.
+    Equal arguments give the same object, and texts that differ only in spelling mostly equal ones.
+    Raises NoProgram.
     """
     if empty not in ("zero", "nan"):
         raise NoProgram(f"expected empty to be 'zero' or 'nan', got {empty!r}")
     try:
-        return _program(text, inputs, numbers, empty)
+        return _program(text, inputs, numbers, empty, exact)
     except (NotPointwise, scan_operations.Unknown, ValueError) as error:
         raise NoProgram(f"the score has no Triton program: {error}") from error
 
 
-def _program(text: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> Program:
+def _program(
+    text: str, inputs: tuple[Input, ...], numbers: int, empty: str, exact: bool
+) -> Program:
     graph, results = pointwise_text.read(text, names(numbers, len(inputs)))
     placeholders = graph.find_nodes(op="placeholder")
     graph.output(results)
@@ -67,7 +73,7 @@ def _program(text: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> 
     traced = _with_inputs(GradientBuilder, inputs, numbers)
     ds, others = gradients(traced, score, inputs)
 
-    fast = _with_inputs(_Fast, inputs, numbers)
+    fast = _with_inputs(_Exact if exact else _Fast, inputs, numbers)
     r = _Writer("tmpr")
     r.assign("r", in_units(fast, fast.take(score), LOG2E), "s")
     d = _Writer("tmpd")
@@ -90,8 +96,37 @@ def _program(text: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> 
 
 
 class _Fast(GradientBuilder):
-    """A builder that writes tanh as a kernel had better compute it: with an absolute error of about
-    1e-7, which is what counts beside exp, and without a branch."""
+    """A builder that writes what kernels compute quickly: whole numbers become floats per row and
+    column, not per pair (places below 2^24 are exact as floats); factors come together."""
+
+    def operation(self, kind: Any, *operands: Value, op: Any = None) -> Value:
+        if kind in (aten.add, aten.sub, aten.mul, aten.div) and len(operands) == 2:
+            floats = any((dtype_of(a) or torch.int32).is_floating_point for a in operands)
+            if floats:
+                operands = tuple(
+                    self.convert(a, torch.float32) if dtype_of(a) == torch.int32 else a
+                    for a in operands
+                )
+            if kind is aten.mul and floats and not isinstance(operands[1], Const):
+                for first, last in (operands, operands[::-1]):
+                    outer = packet(first) is aten.mul and _size(first) >= _size(last)
+                    inner, factor = map(self.constant, first.args) if outer else (None, None)
+                    if isinstance(factor, Const):
+                        return self.operation(kind, self.operation(kind, inner, last), factor)
+        return super().operation(kind, *operands, op=op)
+
+    def convert(self, value: Value, dtype: torch.dtype, always: bool = False) -> Value:
+        kind = packet(value)
+        if kind in (aten.add, aten.sub, aten.abs, aten.neg) and dtype == torch.float32:
+            parts = [self.constant(a) for a in value.args]
+            inner = kind in (aten.abs, aten.neg) or any(_size(p) < _size(value) for p in parts)
+            if dtype_of(value) == torch.int32 and leaves(value) <= self._narrow and inner:
+                return self.operation(kind, *(self.convert(p, dtype) for p in parts))
+        return super().convert(value, dtype, always)
+
+
+class _Exact(_Fast):
+    """With tanh from the exponential: its absolute error is what counts beside exp."""
 
     def operation(self, kind: Any, *operands: Value, op: Any = None) -> Value:
         if kind is not aten.tanh:
@@ -99,6 +134,11 @@ class _Fast(GradientBuilder):
         double = self.operation(aten.mul, operands[0], Const(2 * LOG2E))
         divisor = self.operation(aten.add, self.call(aten.exp2.default, double), Const(1.0))
         return self.operation(aten.add, self.operation(aten.div, Const(-2.0), divisor), Const(1.0))
+
+
+def _size(value: Value) -> int:
+    """How many axes a value varies along, as a number that grows with them."""
+    return 1 if isinstance(value, Const) else int(value.meta["val"].numel())
 
 
 def _with_inputs(kind: type[Any], inputs: Sequence[Input], numbers: int) -> Any:
@@ -234,13 +274,15 @@ def in_units(builder: Builder, value: Value, factor: float) -> Value:
         return in_units(builder, args[0], -factor)
     if kind is aten.mul and isinstance(args[1], Const):
         return in_units(builder, args[0], _product(args[1].value, factor))
+    if kind is aten.mul and min(map(_size, args)) < _size(value):
+        first, last = sorted(args, key=_size)
+        return builder.operation(kind, in_units(builder, first, factor), last)
     if kind is aten.div and isinstance(args[0], Const):
         return builder.operation(kind, Const(_product(args[0].value, factor)), args[1])
     value = builder.convert(value, torch.float32)
     product = builder.operation(aten.mul, value, Const(factor))
     if factor > 1 and _is_input(value):  # it may hold a dtype's least number, and -inf
-        overflown = builder.operation(aten.eq, product, Const(-float("inf")))
-        return builder.operation(aten.where, overflown, value, product)
+        product.meta["saturates"] = True
     return product
 
 
@@ -264,13 +306,23 @@ def _is_input(value: Value) -> bool:
 
 
 class _Translator(scan_pointwise.Translator):
-    """With the exponentials that the kernel's softmax has."""
+    """With the exponentials that the kernel's softmax has, and the card's own tanh."""
 
     def rule(self, node: Any) -> Any:
-        quick = {aten.exp: "tl.exp", aten.exp2: "tl.exp2"}.get(packet(node))
+        quick = _QUICK.get(packet(node))
+        if node.meta.get("saturates"):  # rounded towards 0, what is finite stays so
+            quick = f"libdevice.mul_rz({{}}, {node.args[1]!r})"
         if quick is None:
             return super().rule(node)
-        return lambda t, node: f"{quick}({t.operand(node.args[0], torch.float32)})"
+        return lambda t, node: quick.replace("{}", t.operand(node.args[0], torch.float32))
+
+
+_QUICK = {
+    aten.exp: "tl.exp({})",
+    aten.exp2: "tl.exp2({})",
+    aten.tanh: 'tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [{}], '
+    "dtype=tl.float32, is_pure=True, pack=1)",
+}
 
 
 class _Writer:

@@ -8,11 +8,11 @@ With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradie
     dv = p^T do      dk = ds^T q      dq = ds k
 
 ``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over
-query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are the left
-operands of their products as they come out of registers. ``rows_kernel`` holds a tile of query rows
-and goes over keys. ``pairs_kernel`` holds a tile of both and goes over what an input with both is
-broadcast along. Nothing is added to memory by two programs, so all is deterministic. A row without
-keys has lse2 = inf, hence p = 0: its gradients are 0.
+query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are
+the left operands of their products as they come out of registers. ``rows_kernel`` holds a tile of
+query rows and goes over keys. ``pairs_kernel`` holds a tile of both and goes over what an input
+with both is broadcast along. No two programs add to one place in memory, so all is deterministic.
+A row without keys has lse2 = inf, hence p = 0: its gradients are 0.
 
 A kernel of rows makes s and dP once more, 7 products in all where 5 would do. ``staged``, the
 kernel of keys stores ds and ``product_kernel`` multiplies it by k: see ``attention_staging``.
@@ -30,18 +30,20 @@ import triton
 import triton.language as tl
 
 from . import attention_staging as staging
+from .attention_forward import hull
 from .attention_program import Program, Span
 from .attention_text import (
     Loops,
     Operand,
     indented,
+    input_loads,
     inputs_at,
     joined,
+    kept,
     kernel_of,
     loops,
     product,
     score_parameters,
-    scores,
 )
 
 # Sizes that are not to be compiled in.
@@ -58,9 +60,10 @@ def gradient_axis(axes: str) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """What is compiled besides the program. ``head``, ``value``: D and Dv. ``loaded``: q, k, v and
-    do through tensor descriptors, ``descriptors``: lse2 and delta as well. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a
-    kernel makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``staged``: ds goes
+    """What is compiled besides the program. ``head``, ``value``: D and Dv. ``tma``: q, k, v and
+    do through tensor descriptors, ``descriptors``: lse2 and delta as well, ``described``: which of
+    the score's inputs. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a kernel
+    makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``staged``: ds goes
     through memory, which ``attention_staging`` describes. ``ahead``: s of whole tiles is made a
     tile earlier than it is used, so that the products of one tile are under way together."""
 
@@ -68,6 +71,7 @@ class Form:
     value: int
     tma: tuple[bool, bool, bool, bool]
     descriptors: bool
+    described: tuple[int, ...]
     precision: str
     dq: tuple[int, ...] = ()
     dk: tuple[int, ...] = ()
@@ -168,6 +172,29 @@ def _transposed(names: Sequence[str]) -> list[str]:
     return [f"tl.trans({name})" for name in names]
 
 
+def _score(
+    program: Program, form: Form, masked: bool, q_inside: bool, k_inside: bool, transposed: bool
+) -> str:
+    """From ``s`` to ``r``, -inf where nothing is kept if ``masked``."""
+    loads = input_loads(
+        program, q_inside, k_inside, described=form.described, transposed=transposed
+    )
+    lines = ["q = q_start + ql", "k = k_start + kl", loads, program.score]
+    if masked:
+        lines += [kept(program, q_inside, k_inside), 'r = tl.where(keep, r, float("-inf"))']
+    return joined(*lines)
+
+
+def _hull(program: Program, tile: str) -> str:
+    return hull("doc", tile) if program.documents else ""
+
+
+def _given(program: Program, form: Form) -> list[str]:
+    """Parameters of every kernel behind its own."""
+    documents = ["doc_ptr", "doc_b", "doc_h"] if program.documents else []
+    return [*documents, *score_parameters(program, form.described), *SIZES]
+
+
 def _gradient(program: Program, inputs: Sequence[int]) -> str:
     """From ``g`` to ``ds`` and the inputs' gradients. Where the score is a multiple of s, its
     factor waits for the end."""
@@ -227,7 +254,7 @@ def _keys_body(program: Program, form: Form, masked: bool) -> str:
         _loaded(query, "q_start", "BLOCK_M", limit),
         _loaded(out_grad, "q_start", "BLOCK_M", limit),
         joined(given, "s = s_ahead") if ahead else made,
-        scores(program, masked, q_inside=not masked, k_inside=False),
+        _score(program, form, masked, not masked, False, True),
         _statistic(form, "shift", "[None, :]"),
         "p = tl.exp2(r - shift)",
     ]
@@ -255,15 +282,16 @@ def keys_parameters(program: Program, form: Form) -> list[str]:
             names += Operand(name, 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
     names += staging.PARAMETERS if form.staged else []
-    return [*names, *score_parameters(program), *SIZES]
+    return [*names, *_given(program, form)]
 
 
 def _keys(program: Program, form: Form) -> str:
     query, key, value, out_grad = form.operands
+    documents = "doc" if program.documents else ""
     if form.staged:
         over = loops(staging.whole(program.column_spans), "q", "padded", "BLOCK_M")
     else:
-        over = loops(program.column_spans, "q", "rows", "BLOCK_M")
+        over = loops(program.column_spans, "q", "rows", "BLOCK_M", hull=documents)
     zeros = [
         f"{name}{i} = tl.zeros([BLOCK_N, {operand.pieces[i].size}], tl.float32)"
         for name, operand, which in (("dk", key, form.dk), ("dv", value, form.dv))
@@ -279,10 +307,12 @@ def _keys(program: Program, form: Form) -> str:
         "h = kv_head * group + member",
         query.at(),
         out_grad.at(),
-        inputs_at(program),
+        inputs_at(program, described=form.described),
         "row = b * heads + h",
         "row_at = tl.cast(row, tl.int64) * padded",
         staging.slot("bh - first", "member") if form.staged else "",
+        _hull(program, "k_start // BLOCK_N"),
+        over.head if documents else "",
         *sums,
         _whole_tiles(over, form, _keys_body(program, form, False), query, key),
         over.partial(_keys_body(program, form, True)),
@@ -311,7 +341,7 @@ def _keys(program: Program, form: Form) -> str:
         _loaded(key, "k_start", "BLOCK_N", "columns"),
         _loaded(value, "k_start", "BLOCK_N", "columns"),
         *zeros,
-        over.head,
+        "" if documents else over.head,
         staging.place(program, "k_start // BLOCK_N", "BLOCK_N") if form.staged else "",
         "for member in range(0, group):",
         indented(head),
@@ -348,7 +378,7 @@ def _rows_body(program: Program, form: Form, masked: bool) -> str:
         _loaded(key, "k_start", "BLOCK_N", limit),
         _loaded(value, "k_start", "BLOCK_N", limit),
         joined(given, "s = s_ahead") if ahead else made,
-        scores(program, masked, q_inside=False, k_inside=not masked),
+        _score(program, form, masked, False, not masked, False),
         "p = tl.exp2(r - shift)",
         "" if ahead else given,
         "g = p * dp",
@@ -368,12 +398,13 @@ def rows_parameters(program: Program, form: Form) -> list[str]:
     if form.dq:
         names += Operand("dq", 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
-    return [*names, *score_parameters(program), *SIZES]
+    return [*names, *_given(program, form)]
 
 
 def _rows(program: Program, form: Form) -> str:
     query, key, value, out_grad = form.operands
-    over = loops(program.row_spans, "k", "columns", "BLOCK_N")
+    documents = "doc" if program.documents else ""
+    over = loops(program.row_spans, "k", "columns", "BLOCK_N", hull=documents)
     ends = []
     if form.dq:
         result = Operand("dq", form.head)
@@ -394,7 +425,7 @@ def _rows(program: Program, form: Form) -> str:
         out_grad.at(),
         key.at("b", "kv_head"),
         value.at("b", "kv_head"),
-        inputs_at(program),
+        inputs_at(program, described=form.described),
         "row = b * heads + h",
         "row_at = tl.cast(row, tl.int64) * padded",
         _statistic(form, "shift", "[:, None]"),
@@ -403,6 +434,7 @@ def _rows(program: Program, form: Form) -> str:
         _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
         *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
         *(f"sum{i} = tl.zeros([BLOCK_M], tl.float32)" for i in form.inputs),
+        _hull(program, "q_start // BLOCK_M"),
         over.head,
         _whole_tiles(over, form, _rows_body(program, form, False), key, query),
         over.partial(_rows_body(program, form, True)),
@@ -483,7 +515,7 @@ def product_kernel(program: Program, form: Form) -> Any:
 def pairs_parameters(program: Program, form: Form) -> list[str]:
     names = [name for operand in form.operands for name in operand.parameters]
     names += [*statistics_parameters(form), "grad_ptr"]
-    return [*names, *score_parameters(program), *SIZES, "batches"]
+    return [*names, *score_parameters(program, form.described), *SIZES, "batches"]
 
 
 def _pairs(program: Program, form: Form) -> str:
@@ -502,7 +534,7 @@ def _pairs(program: Program, form: Form) -> str:
         out_grad.at(),
         key.at("b", "kv_head"),
         value.at("b", "kv_head"),
-        inputs_at(program),
+        inputs_at(program, described=form.described),
         "row = b * heads + h",
         "row_at = tl.cast(row, tl.int64) * padded",
         _loaded(query, "q_start", "BLOCK_M", "rows"),
@@ -510,7 +542,7 @@ def _pairs(program: Program, form: Form) -> str:
         _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
         _loaded(value, "k_start", "BLOCK_N", "columns"),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
-        scores(program, True),
+        _score(program, form, True, False, False, False),
         _statistic(form, "shift", "[:, None]"),
         _statistic(form, "delta", "[:, None]"),
         "p = tl.exp2(r - shift)",

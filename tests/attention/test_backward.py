@@ -4,6 +4,7 @@ import pytest
 import torch
 from backward_programs import SCORES, draw_inputs, gradients
 from inductor_ext.templates import attention_backward_launch as launch
+from inductor_ext.templates import attention_documents
 
 from inductor_ext import measure
 from inductor_ext.testing import launches_interpreted
@@ -14,7 +15,7 @@ SMALL = {"keys": launch.Tiling(16, 32, 4, 1), "rows": launch.Tiling(32, 16, 4, 1
 
 def ours(score, q, k, v, inputs, do, dlse, out, lse, needed=None, precision="ieee", **tilings):
     needed = needed or [True] * 3 + [wanted for *_, wanted in score.inputs]
-    with launches_interpreted(launch):
+    with launches_interpreted(launch, attention_documents):
         return launch.backward(
             do, dlse, q, k, v, inputs, score.numbers, score.program, out, lse, needed, precision,
             **(tilings or SMALL),
@@ -33,7 +34,7 @@ def draw(score, batch, heads, kv_heads, rows, columns, head, value, dtype):
 def judge(score, q, k, v, inputs, do, dlse, rounding=None, **options):
     wide = [t.double() for t in (q, k, v)]
     wide_inputs = [x.double() if x.is_floating_point() else x for x in inputs]
-    out, lse, right = gradients(
+    _, lse, right = gradients(
         score, *wide, wide_inputs, do.double(), None if dlse is None else dlse.double()
     )
     eager_out, _, eager = gradients(score, q, k, v, inputs, do, dlse)
