@@ -42,14 +42,17 @@ class Shadow:
     mutated: set[int]
     settled: set[Any] = dataclasses.field(default_factory=set)
     rewritten: dict[int, Any] = dataclasses.field(default_factory=dict)
+    homes: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def _memory(self, node: Any) -> int:
+        """The key of the memory that holds a shadow node's value in the program."""
+        key = compat_pre_grad.storage_key(node.meta["val"])
+        return self.homes.get(key, key)
 
     def is_outdated(self, node: Any) -> bool:
         """Whether a node of the program runs before its memory is given its last value."""
-        value = value_of(node)
         held = self.of.get(node)
-        if held is None or not self.rewritten or not isinstance(value, torch.Tensor):
-            return False
-        last = self.rewritten.get(compat_pre_grad.storage_key(held.meta["val"]))
+        last = None if held is None else self.rewritten.get(self._memory(held))
         return last is not None and self.order[node] < self.order[last]
 
     def is_mutated(self, node: Any) -> bool:
@@ -57,7 +60,7 @@ class Shadow:
         value = node.meta["val"]
         if not self.mutated or not isinstance(value, torch.Tensor):
             return False
-        return compat_pre_grad.storage_key(value) in self.mutated
+        return self._memory(node) in self.mutated
 
 
 class Symbol(str):
@@ -92,6 +95,8 @@ class _Recorder(TorchDispatchMode):
         self.mutated: set[int] = set()
         self.pure = True
         self.settled = True  # nothing but values of memory of the program's own is written
+        self.homes: dict[int, int] = {}
+        self.running: Any = None  # the node of the program that is run
         self.versions: list[Any] = []  # what was written in place
 
     def leaf(self, tensor: torch.Tensor) -> Any:
@@ -109,7 +114,7 @@ class _Recorder(TorchDispatchMode):
             self.mutated.add(self.stale[id(tensor)])
 
     def put(self, tensor: torch.Tensor, node: Any) -> None:
-        node.meta["val"] = tensor
+        node.meta["val"], node.meta["made_in"] = tensor, self.running
         self.nodes[id(tensor)] = node
         self.alive.append(tensor)
         self.owners.setdefault(compat_pre_grad.storage_key(tensor), []).append(tensor)
@@ -180,6 +185,7 @@ class _Recorder(TorchDispatchMode):
     def _next_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         self.nodes[id(tensor)] = self.nodes[id(value)]
         key = compat_pre_grad.storage_key(tensor)
+        self.homes[compat_pre_grad.storage_key(value)] = key
         others = [t for t in self.owners[key] if t is not tensor]
         if others or key in self.shared:
             self.pure = False
@@ -264,7 +270,7 @@ class _Run:
         recorder = self.recorder
         return Shadow(
             recorder.graph, of, first, order, self.grad, self.pure, recorder.mutated, self.settled,
-            self.rewritten,
+            self.rewritten, recorder.homes,
         )  # fmt: skip
 
     def _hold(self, value: Any) -> None:
@@ -287,7 +293,7 @@ class _Run:
         args, kwargs = self._arguments(node)
         if _may_run(node) and args is not None and not _depends_on_data(known):
             self.recorder.pure = self.recorder.settled = True
-            self.recorder.versions = []
+            self.recorder.versions, self.recorder.running = [], node
             function: Callable[..., Any]
             function = getattr(args[0], target) if node.op == "call_method" else target
             args = args[1:] if node.op == "call_method" else args

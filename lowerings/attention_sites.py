@@ -68,7 +68,7 @@ class Site:
 def sites(seen: Shadow, reader: Reader) -> Any:
     """(last product, its site or NoSite) of everything that looks like attention."""
     for node in seen.graph.nodes:
-        if node.target not in (aten.bmm.default, aten.mm.default):
+        if node.target not in (aten.bmm.default, aten.mm.default) or is_call(node.meta["made_in"]):
             continue
         for side in (0, 1):
             if not may_hold(node.args[side]):
@@ -111,7 +111,7 @@ def _site(seen: Shadow, reader: Reader, product: Any, side: int) -> Site | None:
     else:
         weights_at, value_at = (*batch, keys, rows), (*batch, channels, keys)
     weights = reader.weights(axes, weights_node, weights_at, keys)
-    if weights is None or is_call(seen.first[result]):
+    if weights is None:
         return None
     if seen.is_mutated(product):
         raise NoSite("the result is written to in this graph")
@@ -377,10 +377,7 @@ def _check_heads(made: Plan) -> None:
     sizes = [sum(axes.size(c) for c in made.channels), axes.size(made.values)]
     if not all(compat.is_static(size) for size in sizes):
         raise NoSite("the size of its heads is symbolic")
-    factors = [o.node for o in (*made.q, *made.k, made.v)]
-    trained = seen.grad[seen.first[made.site.result]] and any(
-        value_of(n).requires_grad for n in factors
-    )
+    trained = value_of(seen.first[made.site.result]).requires_grad
     largest = choice.LARGEST_BACKWARD if trained else choice.LARGEST
     if max(sizes) > largest:
         raise NoSite(f"its heads are of {max(sizes)}, more than the {largest} of the kernels")

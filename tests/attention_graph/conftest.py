@@ -18,3 +18,9 @@ def clean_setting(monkeypatch):
     monkeypatch.setattr(attention_sites, "LEAST_BYTES", 0)
     with inductor_ext.config.patch(strict=True), inductor_ext.enable("attention"):
         yield
+
+
+@pytest.fixture
+def card_here(monkeypatch):
+    """The CPU counts as a card."""
+    monkeypatch.setattr(attention_sites.compat_fx, "writes_triton", lambda device: True)

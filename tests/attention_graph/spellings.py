@@ -334,6 +334,10 @@ def shifted(q, k, v):
     return (scores - torch.max(scores, -1, keepdim=True)[0].detach()).softmax(-1) @ v
 
 
+def wide_values(q, k, v):
+    return (q @ k.mT * 0.125).softmax(-1).float() @ v.float()
+
+
 # --- torch's own ----------------------------------------------------------------------------------
 
 
@@ -402,6 +406,7 @@ SPELLINGS = {
     "by logarithm": (by_logarithm, MHA),
     "by log softmax": (by_log_softmax, MHA),
     "shifted": (shifted, MHA),
+    "wide values": (wide_values, MHA),
     "call with mask": (call_with_mask, (*GQA, "mask")),
     "call with positions": (call_with_positions, GQA),
     "call of repeated": (call_of_repeated, GQA),

@@ -2,61 +2,17 @@
 
 import pytest
 import torch
-from inductor_ext.lowerings import attention as lowering
-from inductor_ext.lowerings import attention_sites
+from edits import OP, edited, wide, with_gradients
 from spellings import SPELLINGS, arguments
 
-from inductor_ext import measure, report
+from inductor_ext import measure
 
-OP = "inductor_ext.attention.default("
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """The CPU counts as a card."""
-    monkeypatch.setattr(attention_sites.compat_fx, "writes_triton", lambda device: True)
-
-
-def edited(fn, args, grad, dynamic=None):
-    """(the edited program as a function, its text, decisions); AOTAutograd and Inductor are left
-    out."""
-    kept = []
-
-    def backend(graph, _):
-        with report.collect() as decisions:
-            lowering.rewrite(graph.graph)
-        graph.recompile()
-        kept.append((graph.code, list(decisions)))
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch.set_grad_enabled(grad):
-        for one, dims in (dynamic or {}).items():
-            for dim in dims:
-                torch._dynamo.mark_dynamic(args[one], dim)
-        out = torch.compile(fn, backend=backend)(*args)
-    (one,) = kept
-    return out, *one
-
-
-def wide(args):
-    return [
-        a.detach().double().requires_grad_(a.requires_grad) if a.is_floating_point() else a
-        for a in args
-    ]
-
-
-def with_gradients(out, args):
-    generator = torch.Generator().manual_seed(1)
-    given = torch.randn(out.shape, generator=generator).to(out.dtype)
-    leaves = [a for a in args if a.requires_grad]
-    return [out.detach(), *torch.autograd.grad(out, leaves, given.to(out.dtype))]
 
 
 @DTYPES
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_numbers(name, dtype, here):
+def test_numbers(name, dtype, card_here):
     """In front of autograd, results and gradients of every parameter, by the rule."""
     fn, shapes = SPELLINGS[name]
     args = arguments(shapes, dtype, tokens=48)
@@ -70,3 +26,55 @@ def test_numbers(name, dtype, here):
     for i, (a, b, c) in enumerate(zip(found, right, plain, strict=True)):
         verdict = measure.check(a, b, c)
         assert verdict.ok, f"number {i}: {verdict.reason}"
+
+
+def longer(args, dynamic):
+    """Arguments with one token more where that is symbolic."""
+    found = []
+    for i, a in enumerate(args):
+        for dim in dynamic.get(i, ()):
+            a = torch.cat([a, a.narrow(dim, 0, 1)], dim)
+        found.append(a)
+    return found
+
+
+DYNAMIC = {
+    "grouped with mask": {0: (2,), 1: (2,), 2: (2,), 3: (2, 3)},
+    "window": {0: (2,), 1: (2,), 2: (2,)},
+    "buffer": {0: (2,), 1: (2,), 2: (2,)},
+    "cache": {1: (2,), 2: (2,)},
+    "added by the product": {0: (2,), 1: (2,), 2: (2,), 3: (2,)},
+    "einsum": {0: (1,), 1: (1,), 2: (1,)},
+    "packed": {0: (1,)},
+    "sink column": {0: (2,), 1: (2,), 2: (2,)},
+    "call with positions": {0: (2,), 1: (2,), 2: (2,)},
+    "grouped queries": {0: (0, 2), 1: (0, 2), 2: (0, 2)},
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_symbolic_sizes(name, card_here):
+    """One program serves other lengths."""
+    fn, shapes = SPELLINGS[name]
+    args = [a.detach() for a in arguments(shapes, torch.float32, tokens=48, batch=3)]
+    programs = []
+
+    def counted(*args):
+        programs.append(0)
+        return fn(*args)
+
+    _, text, decisions = edited(counted, args, dynamic=DYNAMIC[name])
+    assert [d.fired for d in decisions] == [True], decisions
+    assert text.count(OP) == 1 and "softmax" not in text
+    more = longer(args, DYNAMIC[name])
+    torch.testing.assert_close(edited(fn, more, dynamic=DYNAMIC[name])[0], fn(*more))
+
+
+def test_the_text_does_not_depend_on_sizes(card_here):
+    fn, shapes = SPELLINGS["cache"]
+    reasons = set()
+    for tokens in (48, 80):
+        args = [a.detach() for a in arguments(shapes, torch.float32, tokens=tokens)]
+        (decision,) = edited(fn, args)[2]
+        reasons.add(decision.reason)
+    assert len(reasons) == 1 and "columns, rows" in reasons.pop()
