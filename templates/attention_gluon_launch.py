@@ -1,0 +1,229 @@
+"""Launch of ``attention_gluon``: what it computes, its tiles, its tensor maps."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import linecache
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+
+from .attention_program import LOG2E, Program
+
+# Versions of Triton whose Gluon compiles the kernel and on which it was checked on a card.
+VERSIONS = ("3.6.",)
+DIMS = (64, 128)
+# K and V of the heads that programs work on together: what stays in a cache of 50 MB.
+SECTION_BYTES = 24 * 2**20
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``consumers`` of 16 * ``warps`` query rows each, against blocks of ``keys`` keys, of which
+    ``stages`` are copied ahead. ``pingpong``: consumers take turns in starting products.
+    ``persistent``: one program per multiprocessor takes tiles in turn; else one per tile."""
+
+    keys: int = 128
+    consumers: int = 2
+    warps: int = 4
+    stages: int = 2
+    pingpong: bool = True
+    persistent: bool = True
+    section_bytes: int = SECTION_BYTES
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.warps * self.consumers
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Per thread of a consumer and of the producer: the 64K of a multiprocessor."""
+        return (240, 24) if self.warps * self.consumers <= 8 else (160, 32)
+
+
+def default_tile(d: int) -> Tile:
+    """The tile for a head dimension of 64 or 128."""
+    return Tile(stages=2 if d == 128 else 4)
+
+
+def available() -> bool:
+    """Whether the Triton at hand is one that the kernel is known to work with."""
+    return triton.__version__.startswith(VERSIONS)
+
+
+def computes(program: Program) -> bool:
+    """Whether the kernel can compute a program: scaled products of one span of keys, no inputs."""
+    return (
+        program.scale is not None
+        and program.scale > 0
+        and not program.inputs
+        and program.documents is None
+        and len(program.row_spans) == 1
+    )
+
+
+def _mapped(x: torch.Tensor) -> bool:
+    """Whether a tensor map can describe a tensor: steps of 16 bytes, none of them 0."""
+    step = 16 // x.element_size()
+    return (
+        x.stride(-1) == 1
+        and x.storage_offset() % step == 0
+        and all(
+            n == 1 or (s > 0 and s % step == 0)
+            for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        )
+    )
+
+
+def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program) -> bool:
+    """Whether ``forward`` takes these arguments. Reads no values and launches nothing."""
+    return (
+        available()
+        and computes(program)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == k.dtype == v.dtype
+        and q.shape[-1] in DIMS
+        and v.shape[-1] in DIMS
+        and 0 not in (*q.shape, *k.shape)
+        and all(_mapped(x) for x in (q, k, v))
+        and _hopper(q.device)
+    )
+
+
+def _hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _function(name: str, arguments: str, numbers: int, body: str, scope: dict[str, Any]) -> Any:
+    from triton.experimental import gluon
+
+    reads = "".join(f"    n{i} = numbers[{i}]\n" for i in range(numbers))
+    source = f"@gluon.jit\ndef {name}({arguments}, rows, columns, numbers):\n{reads}{body}"
+    file = f"<inductor_ext attention {name} {hash(source):x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    scope = {"gluon": gluon, "tl": gluon.language, "__name__": scope["__name__"]}
+    exec(compile(source, file, "exec"), scope)
+    return scope[name]
+
+
+@functools.cache
+def kernels(program: Program) -> ModuleType:
+    """A copy of the module ``attention_gluon`` whose ``span`` and ``keep`` are a program's."""
+    path = Path(__file__).with_name("attention_gluon.py")
+    name = f"{__package__}.attention_gluon"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (span,) = program.row_spans
+    body = f"    return {span.lo}, {span.hi}, {span.full_lo}, {span.full_hi}\n"
+    module.span = _function("span", "q0, q1", program.numbers, body, vars(module))
+    body = "".join(f"    {line}\n" for line in program.keep.splitlines())
+    body += "    return keep\n" if body else "    return k < columns\n"
+    module.keep = _function("keep", "q, k", program.numbers, body, vars(module))
+    return module
+
+
+def _described(x: torch.Tensor, block: list[int]) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(128, 16, rank=4)
+    # The step of a dimension of one entry is never taken, but has to be one that a map can have.
+    strides = [8 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def _like(q: torch.Tensor, dim: int) -> torch.Tensor:
+    """An empty tensor of q's shape but for the last dimension, with q's order in memory."""
+    if dim == q.shape[-1]:
+        return torch.empty_like(q)
+    order = sorted(range(3), key=lambda i: (q.stride(i), -i), reverse=True)
+    shape = [q.shape[i] for i in order]
+    return q.new_empty([*shape, dim]).permute(*(order.index(i) for i in range(3)), 3)
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    numbers: list[int],
+    program: Program,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tile: Tile,
+    multiprocessors: int,
+) -> tuple[Any, tuple[int], dict[str, Any]]:
+    """(kernel, grid, arguments by name): the launch that fills ``out`` and ``lse``."""
+    batch, heads, rows, d = q.shape
+    group = heads // k.shape[1]
+    columns, dv = k.shape[2], v.shape[3]
+    row_tiles = triton.cdiv(rows, tile.rows)
+    tiles = row_tiles * batch * heads
+    held = max(1, tile.section_bytes // (columns * (d + dv) * k.element_size())) * group
+    (span,) = program.row_spans
+    each = 16 * tile.warps
+    consumer, producer = tile.registers
+    assert program.scale is not None
+    arguments = {
+        "q_desc": _described(q, [1, 1, each, d]),
+        "k_desc": _described(k, [1, 1, tile.keys, d]),
+        "v_desc": _described(v, [1, 1, tile.keys, dv]),
+        "out_desc": _described(out, [1, 1, each, dv]),
+        "lse": lse,
+        "tiles": tiles,
+        "heads": batch * heads,
+        "section": min(held, batch * heads),
+        "row_tiles": row_tiles,
+        "query_heads": heads,
+        "group": group,
+        "scale": program.scale * LOG2E,
+        "rows": rows,
+        "columns": columns,
+        "numbers": tuple(numbers),
+        "N": tile.keys,
+        "STAGES": tile.stages,
+        "ROWS": each,
+        "CONSUMERS": tile.consumers,
+        "PINGPONG": tile.pingpong and tile.consumers > 1,
+        "NAN": program.empty == "nan",
+        "LEFT": (span.lo, span.full_lo) != ("0", "0"),
+        "CONSUMER_REGISTERS": consumer,
+        "PRODUCER_REGISTERS": producer,
+        "num_warps": tile.warps,
+    }
+    grid = (min(tiles, multiprocessors) if tile.persistent else tiles,)
+    return kernels(program).attention_gluon, grid, arguments
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: list[torch.Tensor],
+    numbers: list[int],
+    program: Program,
+    precision: str = "ieee",
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, Hq, Sq, Dv], lse fp32 [B, Hq, Sq]) of q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v
+    [B, Hkv, Sk, Dv], bf16 or fp16, D and Dv 64 or 128; deterministic. Products accumulate in fp32,
+    whatever ``precision`` says of fp32 inputs. ``applies`` has to hold, else ValueError."""
+    if inputs or not applies(q, k, v, program):
+        raise ValueError(
+            "the Gluon attention expected what attention_gluon_launch.applies holds for, got "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}, "
+            f"{len(inputs)} inputs, triton {triton.__version__}"
+        )
+    out = _like(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    count = torch.cuda.get_device_properties(q.device).multi_processor_count
+    tile = tile or default_tile(max(q.shape[3], v.shape[3]))
+    kernel, grid, arguments = launch(q, k, v, numbers, program, out, lse, tile, count)
+    kernel[grid](**arguments)
+    return out, lse
