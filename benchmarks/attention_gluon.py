@@ -195,7 +195,9 @@ def main() -> None:
             file.write(row)
             rows.append([case, name, ms, flops / ms / 1e9])
     file.close()
-    common.write_json(args.out / "attention_gluon.json", common.metadata("benchmarks.attention_gluon"))
+    common.write_json(
+        args.out / "attention_gluon.json", common.metadata("benchmarks.attention_gluon")
+    )
     common.print_table("attention forward, bf16", ["case", "variant", "ms", "TFLOP/s"], rows)
     print(f"{time.monotonic() - begun:.0f} s in all", file=sys.stderr)
 

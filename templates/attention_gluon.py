@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -70,9 +69,7 @@ def copy(desc, b, h, row, ready, empty, buffers, count, STAGES: gl.constexpr):
     # A ring's first lap waits for the phase before the first, which counts as complete.
     mbarrier.wait(empty.index(place), ((count // STAGES) & 1) ^ 1)
     mbarrier.expect(ready.index(place), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(
-        desc, [b, h, row, 0], ready.index(place), buffers.index(place)
-    )
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], ready.index(place), buffers.index(place))
 
 
 @gluon.jit
@@ -92,9 +89,7 @@ def produce(q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers):
         h = head % query_heads
         kv = h // group
         q0 = row_tile * (ROWS * CONSUMERS)
-        lo, hi, _, _ = blocks_of(
-            q0, q0 + ROWS * CONSUMERS - 1, rows, columns, numbers, N
-        )
+        lo, hi, _, _ = blocks_of(q0, q0 + ROWS * CONSUMERS - 1, rows, columns, numbers, N)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
             mbarrier.expect(q_ready.index(c), q_desc.block_type.nbytes)
@@ -238,9 +233,7 @@ def consume(
         mbarrier.arrive(k_empty.index(place), count=1)
         m = gl.full((ROWS,), float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         l = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        e, m, l, _ = softmax(
-            s, m, l, scale, q, (hi - 1) * N, rows, columns, numbers, True, N
-        )
+        e, m, l, _ = softmax(s, m, l, scale, q, (hi - 1) * N, rows, columns, numbers, True, N)
         p = packed(e, dtype)
         o = gl.zeros((ROWS, V), gl.float32, layout=O_LAYOUT)
 
@@ -282,7 +275,7 @@ def consume(
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_empty.index(place), count=1)
         count += 1
-        gl.store(lse + head.to(gl.int64) * rows + q, found, mask=q < rows)
+        gl.store(lse + gl.cast(head, gl.int64) * rows + q, found, mask=q < rows)
         o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)), 1)
         # The copy out of the tile before has to have read its buffer.
         tma.store_wait(0)
@@ -297,7 +290,14 @@ def consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles", "heads", "section", "row_tiles", "query_heads", "group", "rows", "columns"
+        "tiles",
+        "heads",
+        "section",
+        "row_tiles",
+        "query_heads",
+        "group",
+        "rows",
+        "columns",
     ]
 )
 def attention_gluon(
@@ -337,7 +337,22 @@ def attention_gluon(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (consume, (out_desc, lse, scale, buffers, barriers, sizes, numbers, PINGPONG, NAN, LEFT, 0)),
+                (
+                    consume,
+                    (
+                        out_desc,
+                        lse,
+                        scale,
+                        buffers,
+                        barriers,
+                        sizes,
+                        numbers,
+                        PINGPONG,
+                        NAN,
+                        LEFT,
+                        0,
+                    ),
+                ),
                 (produce, (q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers)),
             ],
             [1],
@@ -346,8 +361,38 @@ def attention_gluon(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (out_desc, lse, scale, buffers, barriers, sizes, numbers, PINGPONG, NAN, LEFT, 0)),
-                (consume, (out_desc, lse, scale, buffers, barriers, sizes, numbers, PINGPONG, NAN, LEFT, 1)),
+                (
+                    consume,
+                    (
+                        out_desc,
+                        lse,
+                        scale,
+                        buffers,
+                        barriers,
+                        sizes,
+                        numbers,
+                        PINGPONG,
+                        NAN,
+                        LEFT,
+                        0,
+                    ),
+                ),
+                (
+                    consume,
+                    (
+                        out_desc,
+                        lse,
+                        scale,
+                        buffers,
+                        barriers,
+                        sizes,
+                        numbers,
+                        PINGPONG,
+                        NAN,
+                        LEFT,
+                        1,
+                    ),
+                ),
                 (produce, (q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers)),
             ],
             [ROWS // 16, 1],
@@ -356,9 +401,54 @@ def attention_gluon(
     else:
         gl.warp_specialize(
             [
-                (consume, (out_desc, lse, scale, buffers, barriers, sizes, numbers, PINGPONG, NAN, LEFT, 0)),
-                (consume, (out_desc, lse, scale, buffers, barriers, sizes, numbers, PINGPONG, NAN, LEFT, 1)),
-                (consume, (out_desc, lse, scale, buffers, barriers, sizes, numbers, PINGPONG, NAN, LEFT, 2)),
+                (
+                    consume,
+                    (
+                        out_desc,
+                        lse,
+                        scale,
+                        buffers,
+                        barriers,
+                        sizes,
+                        numbers,
+                        PINGPONG,
+                        NAN,
+                        LEFT,
+                        0,
+                    ),
+                ),
+                (
+                    consume,
+                    (
+                        out_desc,
+                        lse,
+                        scale,
+                        buffers,
+                        barriers,
+                        sizes,
+                        numbers,
+                        PINGPONG,
+                        NAN,
+                        LEFT,
+                        1,
+                    ),
+                ),
+                (
+                    consume,
+                    (
+                        out_desc,
+                        lse,
+                        scale,
+                        buffers,
+                        barriers,
+                        sizes,
+                        numbers,
+                        PINGPONG,
+                        NAN,
+                        LEFT,
+                        2,
+                    ),
+                ),
                 (produce, (q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers)),
             ],
             [ROWS // 16, ROWS // 16, 1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import linecache
 from dataclasses import dataclass
@@ -104,16 +105,15 @@ def _function(name: str, arguments: str, numbers: int, body: str, scope: dict[st
 
     reads = "".join(f"    n{i} = numbers[{i}]\n" for i in range(numbers))
     source = f"@gluon.jit\ndef {name}({arguments}, rows, columns, numbers):\n{reads}{body}"
-    file = f"<inductor_ext attention {name} {hash(source):x}>"
+    file = f"<inductor_ext attention {name} {hashlib.sha1(source.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     scope = {"gluon": gluon, "tl": gluon.language, "__name__": scope["__name__"]}
     exec(compile(source, file, "exec"), scope)
     return scope[name]
 
 
-@functools.cache
-def kernels(program: Program) -> ModuleType:
-    """A copy of the module ``attention_gluon`` whose ``span`` and ``keep`` are a program's."""
+def define(program: Program) -> ModuleType:
+    """A fresh copy of the module ``attention_gluon`` whose ``span`` and ``keep`` are a program's."""
     path = Path(__file__).with_name("attention_gluon.py")
     name = f"{__package__}.attention_gluon"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -127,6 +127,9 @@ def kernels(program: Program) -> ModuleType:
     body += "    return keep\n" if body else "    return k < columns\n"
     module.keep = _function("keep", "q, k", program.numbers, body, vars(module))
     return module
+
+
+kernels = functools.cache(define)
 
 
 def _described(x: torch.Tensor, block: list[int]) -> Any:
