@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 import threading
@@ -59,8 +60,8 @@ def variants(d: int) -> dict[str, Any]:
         return {
             "128x128 2 stages": Tile(),
             "no pingpong": Tile(pingpong=False),
-            "one program per tile": Tile(persistent=False),
-            "no pingpong, per tile": Tile(pingpong=False, persistent=False),
+            "one program per tile": Tile(schedule="each"),
+            "static": Tile(schedule="static"),
             "128x64 4 stages": Tile(keys=64, stages=4),
             "8 warps": Tile(consumers=1, warps=8),
             "192x64 2 stages": Tile(keys=64, consumers=3),
@@ -99,7 +100,6 @@ def scaled(causal: bool, d: int) -> Any:
 def warm(d: int, causal: bool, name: str) -> None:
     """Compile a variant (in a process of a pool) and run it at a small size."""
     import torch
-
     from inductor_ext.templates import attention_gluon_launch as launch
 
     q, k, v = (torch.randn(1, 2, 300, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -107,9 +107,8 @@ def warm(d: int, causal: bool, name: str) -> None:
 
 
 def check(shape: tuple[Any, ...], tile: Any) -> str:
-    """ "ok", or what is wrong with a tile's result at a shape, by the rule of twice SDPA's error."""
+    """What is wrong with a tile's result at a shape, by the rule of twice SDPA's error, or "ok"."""
     import torch
-
     from inductor_ext.templates import attention_gluon_launch as launch
 
     b, hq, hkv, sq, sk, d, causal = shape
@@ -155,7 +154,6 @@ def main() -> None:
 
     import torch
     import triton
-
     from inductor_ext.templates import attention_gluon_launch as launch
 
     threading.Thread(target=_watch, daemon=True).start()
@@ -182,8 +180,8 @@ def main() -> None:
         }
         for name, tile in variants(d).items():
             if right[d, name] == "ok":
-                calls[name] = lambda q=q, k=k, v=v, t=tile, p=scaled(causal, d): launch.forward(
-                    q, k, v, [], [], p, tile=t
+                calls[name] = functools.partial(
+                    launch.forward, q, k, v, [], [], scaled(causal, d), tile=tile
                 )
         for name, call in calls.items():
             _at(f"timing of {name} at {case}")

@@ -73,9 +73,25 @@ def copy(desc, b, h, row, ready, empty, buffers, count, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers):
-    q_buffers, k_buffers, v_buffers, _o_buffers = buffers
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _turns = barriers
+def tell(buffer, number):
+    """Write a number to shared memory, by one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    buffer.store(gl.full([1], number, gl.int32, layout=layout))
+
+
+@gluon.jit
+def told(buffer, WARPS: gl.constexpr):
+    """The number that ``tell`` wrote."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.sum(buffer.load(layout), 0)
+
+
+@gluon.jit
+def produce(sources, shared, DYNAMIC: gl.constexpr):
+    q_desc, k_desc, v_desc, counter = sources
+    buffers, barriers, sizes, numbers = shared
+    q_buffers, k_buffers, v_buffers, _o_buffers, tile_buffers = buffers
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _turns, tile_ready, tile_empty = barriers
     tiles, heads, section, row_tiles, query_heads, group, rows, columns = sizes
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
@@ -83,7 +99,15 @@ def produce(q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers):
     N: gl.constexpr = k_buffers.shape[3]
     count = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    tile = gl.program_id(0)
+    while tile < tiles:
+        if DYNAMIC:
+            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+            mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+            tell(tile_buffers.index(turn & 1), following)
+            mbarrier.arrive(tile_ready.index(turn & 1), count=1)
+        else:
+            following = tile + gl.num_programs(0)
         row_tile, head = tile_of(tile, heads, section, row_tiles)
         b = head // query_heads
         h = head % query_heads
@@ -105,6 +129,7 @@ def produce(q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers):
             count += 1
         copy(v_desc, b, kv, lo * N, v_ready, v_empty, v_buffers, count, STAGES)
         count += 1
+        tile = following
 
 
 @gluon.jit
@@ -132,7 +157,7 @@ def unpacked(p, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def softmax(
-    s, m, l, scale, q, k0, rows, columns, numbers, MASKED: gl.constexpr, N: gl.constexpr,
+    s, m, total, scale, q, k0, rows, columns, numbers, MASKED: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
     """exp2 of a block's scores less the running maximum, which is in units of the products."""
     layout: gl.constexpr = s.type.layout
@@ -146,17 +171,19 @@ def softmax(
         base = gl.where(highest == float("-inf"), 0.0, highest)
     p = gl.exp2(s * scale - gl.expand_dims(base * scale, 1))
     decay = gl.exp2((m - base) * scale)
-    return p, highest, l * decay + gl.sum(p, 1), decay
+    return p, highest, total * decay + gl.sum(p, 1), decay
 
 
 @gluon.jit
 def step(
-    q_buffer, buffers, barriers, o, p, m, l, count, steps, scale, q, k0, rows, columns, numbers,
+    q_buffer, buffers, barriers, o, p, m, total, count, steps, scale, q, k0, rows, columns, numbers,
     MASKED: gl.constexpr, PINGPONG: gl.constexpr, WHICH: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of block ``count + 1`` and the product of block ``count`` with V, then the softmax."""
-    _q_buffers, k_buffers, v_buffers, _o_buffers = buffers
-    _q_ready, _q_empty, k_ready, k_empty, v_ready, v_empty, turns = barriers
+    _q_buffers, k_buffers, v_buffers, _o_buffers, _tile_buffers = buffers
+    _q_ready, _q_empty, k_ready, k_empty, v_ready, v_empty, turns, _tile_ready, _tile_empty = (
+        barriers
+    )
     CONSUMERS: gl.constexpr = _q_buffers.shape[0]
     STAGES: gl.constexpr = k_buffers.shape[0]
     ROWS: gl.constexpr = o.shape[0]
@@ -177,7 +204,7 @@ def step(
     if PINGPONG:
         mbarrier.arrive(turns.index((WHICH + 1) % CONSUMERS), count=1)
     s = warpgroup_mma_wait(1, deps=[s])
-    e, m, l, decay = softmax(s, m, l, scale, q, k0, rows, columns, numbers, MASKED, N)
+    e, m, total, decay = softmax(s, m, total, scale, q, k0, rows, columns, numbers, MASKED, N)
     # Passes at once: a branch that the assembler does not move the softmax behind.
     mbarrier.wait(v_ready.index(vn), (count // STAGES) & 1)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -187,16 +214,18 @@ def step(
     # Not before: it would take the registers of the operand that is still read, and the assembler
     # would start one product at a time.
     p = packed(e, k_buffers.dtype)
-    return o, p, m, l
+    return o, p, m, total
 
 
 @gluon.jit
 def consume(
-    out_desc, lse, scale, buffers, barriers, sizes, numbers, PINGPONG: gl.constexpr,
-    NAN: gl.constexpr, LEFT: gl.constexpr, WHICH: gl.constexpr,
+    results, shared, PINGPONG: gl.constexpr, NAN: gl.constexpr, LEFT: gl.constexpr,
+    DYNAMIC: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    q_buffers, k_buffers, v_buffers, o_buffers = buffers
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _turns = barriers
+    out_desc, lse, scale = results
+    buffers, barriers, sizes, numbers = shared
+    q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers = buffers
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _turns, tile_ready, tile_empty = barriers
     tiles, heads, section, row_tiles, query_heads, _group, rows, columns = sizes
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
@@ -214,7 +243,8 @@ def consume(
     count = 0
     turn = 0
     steps = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    tile = gl.program_id(0)
+    while tile < tiles:
         row_tile, head = tile_of(tile, heads, section, row_tiles)
         first = row_tile * (ROWS * CONSUMERS)
         lo, hi, full_lo, full_hi = blocks_of(
@@ -232,22 +262,24 @@ def consume(
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(place), count=1)
         m = gl.full((ROWS,), float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        l = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        e, m, l, _ = softmax(s, m, l, scale, q, (hi - 1) * N, rows, columns, numbers, True, N)
+        total = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+        e, m, total, _ = softmax(
+            s, m, total, scale, q, (hi - 1) * N, rows, columns, numbers, True, N
+        )
         p = packed(e, dtype)
         o = gl.zeros((ROWS, V), gl.float32, layout=O_LAYOUT)
 
         for j in range(full_hi, hi - 1):
             k0 = (hi - 2 - (j - full_hi)) * N
-            o, p, m, l = step(
-                q_buffer, buffers, barriers, o, p, m, l, count, steps, scale, q, k0, rows,
+            o, p, m, total = step(
+                q_buffer, buffers, barriers, o, p, m, total, count, steps, scale, q, k0, rows,
                 columns, numbers, True, PINGPONG, WHICH, S_LAYOUT,
             )  # fmt: skip
             count += 1
             steps += 1
         for _j in range(full_lo, gl.minimum(full_hi, hi - 1)):
-            o, p, m, l = step(
-                q_buffer, buffers, barriers, o, p, m, l, count, steps, scale, q, 0, rows,
+            o, p, m, total = step(
+                q_buffer, buffers, barriers, o, p, m, total, count, steps, scale, q, 0, rows,
                 columns, numbers, False, PINGPONG, WHICH, S_LAYOUT,
             )  # fmt: skip
             count += 1
@@ -255,14 +287,20 @@ def consume(
         if LEFT:
             left = gl.minimum(full_lo, hi - 1)
             for j in range(lo, left):
-                o, p, m, l = step(
-                    q_buffer, buffers, barriers, o, p, m, l, count, steps, scale, q,
+                o, p, m, total = step(
+                    q_buffer, buffers, barriers, o, p, m, total, count, steps, scale, q,
                     (left - 1 - (j - lo)) * N, rows, columns, numbers, True, PINGPONG, WHICH,
                     S_LAYOUT,
                 )  # fmt: skip
                 count += 1
                 steps += 1
         mbarrier.arrive(q_empty.index(WHICH), count=1)
+        if DYNAMIC:
+            mbarrier.wait(tile_ready.index(turn & 1), (turn >> 1) & 1)
+            tile = told(tile_buffers.index(turn & 1), ROWS // 16)
+            mbarrier.arrive(tile_empty.index(turn & 1), count=1)
+        else:
+            tile += gl.num_programs(0)
         turn += 1
 
         place = count % STAGES
@@ -270,8 +308,8 @@ def consume(
         v = v_buffers.index(place).reshape((N, V))
         o = warpgroup_mma(unpacked(p, dtype, P_LAYOUT), v, o, is_async=True)
         nothing: gl.constexpr = float("nan") if NAN else 0.0
-        factor = gl.where(l == 0.0, nothing, 1.0 / l)
-        found = (m * scale + gl.log2(l)) * LN2
+        factor = gl.where(total == 0.0, nothing, 1.0 / total)
+        found = (m * scale + gl.log2(total)) * LN2
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_empty.index(place), count=1)
         count += 1
@@ -301,9 +339,10 @@ def consume(
     ]
 )
 def attention_gluon(
-    q_desc, k_desc, v_desc, out_desc, lse, tiles, heads, section, row_tiles, query_heads, group,
-    scale, rows, columns, numbers, N: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, NAN: gl.constexpr, LEFT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse, counter, tiles, heads, section, row_tiles, query_heads,
+    group, scale, rows, columns, numbers, N: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, NAN: gl.constexpr,
+    LEFT: gl.constexpr, DYNAMIC: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = k_desc.block_type.shape[3]
@@ -313,6 +352,8 @@ def attention_gluon(
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, D], k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, V], v_desc.layout)
     o_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, V], out_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
     q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
@@ -320,6 +361,8 @@ def attention_gluon(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for c in gl.static_range(CONSUMERS):
         mbarrier.init(q_ready.index(c), count=1)
         mbarrier.init(q_empty.index(c), count=1)
@@ -329,31 +372,24 @@ def attention_gluon(
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(2):
+        mbarrier.init(tile_ready.index(i), count=1)
+        mbarrier.init(tile_empty.index(i), count=CONSUMERS)
     fence_async_shared()
 
-    buffers = (q_buffers, k_buffers, v_buffers, o_buffers)
-    barriers = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
-    sizes = (tiles, heads, section, row_tiles, query_heads, group, rows, columns)
+    shared = (
+        (q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers),
+        (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns, tile_ready, tile_empty),
+        (tiles, heads, section, row_tiles, query_heads, group, rows, columns),
+        numbers,
+    )
+    results = (out_desc, lse, scale)
+    sources = (q_desc, k_desc, v_desc, counter)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        out_desc,
-                        lse,
-                        scale,
-                        buffers,
-                        barriers,
-                        sizes,
-                        numbers,
-                        PINGPONG,
-                        NAN,
-                        LEFT,
-                        0,
-                    ),
-                ),
-                (produce, (q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers)),
+                (consume, (results, shared, PINGPONG, NAN, LEFT, DYNAMIC, 0)),
+                (produce, (sources, shared, DYNAMIC)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -361,39 +397,9 @@ def attention_gluon(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        out_desc,
-                        lse,
-                        scale,
-                        buffers,
-                        barriers,
-                        sizes,
-                        numbers,
-                        PINGPONG,
-                        NAN,
-                        LEFT,
-                        0,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        out_desc,
-                        lse,
-                        scale,
-                        buffers,
-                        barriers,
-                        sizes,
-                        numbers,
-                        PINGPONG,
-                        NAN,
-                        LEFT,
-                        1,
-                    ),
-                ),
-                (produce, (q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers)),
+                (consume, (results, shared, PINGPONG, NAN, LEFT, DYNAMIC, 0)),
+                (consume, (results, shared, PINGPONG, NAN, LEFT, DYNAMIC, 1)),
+                (produce, (sources, shared, DYNAMIC)),
             ],
             [ROWS // 16, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -401,55 +407,10 @@ def attention_gluon(
     else:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        out_desc,
-                        lse,
-                        scale,
-                        buffers,
-                        barriers,
-                        sizes,
-                        numbers,
-                        PINGPONG,
-                        NAN,
-                        LEFT,
-                        0,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        out_desc,
-                        lse,
-                        scale,
-                        buffers,
-                        barriers,
-                        sizes,
-                        numbers,
-                        PINGPONG,
-                        NAN,
-                        LEFT,
-                        1,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        out_desc,
-                        lse,
-                        scale,
-                        buffers,
-                        barriers,
-                        sizes,
-                        numbers,
-                        PINGPONG,
-                        NAN,
-                        LEFT,
-                        2,
-                    ),
-                ),
-                (produce, (q_desc, k_desc, v_desc, buffers, barriers, sizes, numbers)),
+                (consume, (results, shared, PINGPONG, NAN, LEFT, DYNAMIC, 0)),
+                (consume, (results, shared, PINGPONG, NAN, LEFT, DYNAMIC, 1)),
+                (consume, (results, shared, PINGPONG, NAN, LEFT, DYNAMIC, 2)),
+                (produce, (sources, shared, DYNAMIC)),
             ],
             [ROWS // 16, ROWS // 16, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -27,14 +27,15 @@ SECTION_BYTES = 24 * 2**20
 class Tile:
     """``consumers`` of 16 * ``warps`` query rows each, against blocks of ``keys`` keys, of which
     ``stages`` are copied ahead. ``pingpong``: consumers take turns in starting products.
-    ``persistent``: one program per multiprocessor takes tiles in turn; else one per tile."""
+    ``schedule``: "each" is a program per tile; else one per multiprocessor takes tiles, every so
+    manyth ("static") or the next that nobody has taken ("dynamic")."""
 
     keys: int = 128
     consumers: int = 2
     warps: int = 4
     stages: int = 2
     pingpong: bool = True
-    persistent: bool = True
+    schedule: str = "dynamic"
     section_bytes: int = SECTION_BYTES
 
     @property
@@ -113,7 +114,7 @@ def _function(name: str, arguments: str, numbers: int, body: str, scope: dict[st
 
 
 def define(program: Program) -> ModuleType:
-    """A fresh copy of the module ``attention_gluon`` whose ``span`` and ``keep`` are a program's."""
+    """A fresh copy of the module ``attention_gluon`` with the ``span`` and ``keep`` of a program."""
     path = Path(__file__).with_name("attention_gluon.py")
     name = f"{__package__}.attention_gluon"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -173,12 +174,15 @@ def launch(
     each = 16 * tile.warps
     consumer, producer = tile.registers
     assert program.scale is not None
+    grid = (tiles if tile.schedule == "each" else min(tiles, multiprocessors),)
+    dynamic = tile.schedule == "dynamic"
     arguments = {
         "q_desc": _described(q, [1, 1, each, d]),
         "k_desc": _described(k, [1, 1, tile.keys, d]),
         "v_desc": _described(v, [1, 1, tile.keys, dv]),
         "out_desc": _described(out, [1, 1, each, dv]),
         "lse": lse,
+        "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse,
         "tiles": tiles,
         "heads": batch * heads,
         "section": min(held, batch * heads),
@@ -196,11 +200,11 @@ def launch(
         "PINGPONG": tile.pingpong and tile.consumers > 1,
         "NAN": program.empty == "nan",
         "LEFT": (span.lo, span.full_lo) != ("0", "0"),
+        "DYNAMIC": dynamic,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "num_warps": tile.warps,
     }
-    grid = (min(tiles, multiprocessors) if tile.persistent else tiles,)
     return kernels(program).attention_gluon, grid, arguments
 
 
