@@ -22,6 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+if hasattr(tma, "async_load"):  # triton 3.9
+    load, store = tma.async_load, tma.async_store
+else:
+    load, store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
 LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -69,7 +74,7 @@ def copy(desc, b, h, row, ready, empty, buffers, count, STAGES: gl.constexpr):
     # A ring's first lap waits for the phase before the first, which counts as complete.
     mbarrier.wait(empty.index(place), ((count // STAGES) & 1) ^ 1)
     mbarrier.expect(ready.index(place), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], ready.index(place), buffers.index(place))
+    load(desc, [b, h, row, 0], ready.index(place), buffers.index(place))
 
 
 @gluon.jit
@@ -117,9 +122,7 @@ def produce(sources, shared, DYNAMIC: gl.constexpr):
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
             mbarrier.expect(q_ready.index(c), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_desc, [b, h, q0 + c * ROWS, 0], q_ready.index(c), q_buffers.index(c)
-            )
+            load(q_desc, [b, h, q0 + c * ROWS, 0], q_ready.index(c), q_buffers.index(c))
         turn += 1
         copy(k_desc, b, kv, (hi - 1) * N, k_ready, k_empty, k_buffers, count, STAGES)
         for i in range(1, hi - lo):
@@ -320,9 +323,7 @@ def consume(
         o_buffer = o_buffers.index(WHICH)
         o_buffer.reshape((ROWS, V)).store(o.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(
-            out_desc, [head // query_heads, head % query_heads, q0, 0], o_buffer
-        )
+        store(out_desc, [head // query_heads, head % query_heads, q0, 0], o_buffer)
     tma.store_wait(0)
 
 

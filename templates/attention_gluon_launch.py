@@ -114,7 +114,7 @@ def _function(name: str, arguments: str, numbers: int, body: str, scope: dict[st
 
 
 def define(program: Program) -> ModuleType:
-    """A fresh copy of the module ``attention_gluon`` with the ``span`` and ``keep`` of a program."""
+    """A fresh copy of the module ``attention_gluon`` with a program's ``span`` and ``keep``."""
     path = Path(__file__).with_name("attention_gluon.py")
     name = f"{__package__}.attention_gluon"
     spec = importlib.util.spec_from_file_location(name, path)
