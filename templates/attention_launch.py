@@ -1,0 +1,170 @@
+"""Launches of the attention kernels that stream keys: the forward, and column sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+
+from . import attention_columns, attention_documents, attention_forward
+from .attention_program import Program
+from .attention_text import Operand, by_tma, describable, score_values
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged``, ``halves`` (each
+    of block_m rows) and ``lagged`` as in ``attention_forward.Layout``; ``registers`` per thread at
+    most, 0: as many as needed; ``near``: MiB of keys and values that are streamed at a time."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    merged: bool = False
+    halves: int = 1
+    lagged: bool = False
+    late: bool = False
+    registers: int = 0
+    near: int = 24
+
+
+def tiling(dtype: torch.dtype, d: int, dv: int) -> Tiling:
+    """What is launched for heads of d and dv numbers."""
+    widest = max(d, dv)
+    if dtype == torch.float32:
+        return Tiling(64, 32, 4, 2) if widest <= 128 else Tiling(16, 16, 4, 1)
+    if widest <= 128:
+        return Tiling(128, 128, 8, 2, late=True)
+    if widest <= 256:
+        return Tiling(128, 64, 8, 2, late=True)
+    return Tiling(64, 32, 8, 2, merged=True)
+
+
+def dense(t: Tensor) -> Tensor:
+    """Memory whose last dimension is dense, with rows near enough for 31 bits in a tile."""
+    near = t.stride(-1) == 1 and abs(t.stride(-2)) < 1 << 22
+    return t if near else t.contiguous()
+
+
+def like(q: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory [*q.shape[:3], last] with q's order of dimensions, dense."""
+    order = sorted(range(3), key=lambda i: -q.stride(i))
+    out = torch.empty([*(q.shape[i] for i in order), last], dtype=dtype or q.dtype, device=q.device)
+    return out.permute(*(order.index(i) for i in range(3)), 3)
+
+
+def products(dtype: torch.dtype, precision: str) -> str:
+    """``input_precision`` of products; three of TF32 are as exact as fp32 ("ieee")."""
+    if dtype != torch.float32:
+        return ""
+    return "tf32x3" if precision == "ieee" else precision
+
+
+def operand(name: str, t: Tensor) -> Operand:
+    return Operand(name, t.shape[-1], by_tma(t))
+
+
+def section(k: Tensor, v: Tensor, heads: int, near: int) -> int:
+    """Query heads whose programs run side by side: of ``near`` MiB of keys and values."""
+    group = heads // k.shape[1]
+    each = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    return group * max((near << 20) // max(each, 1), 1)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
+    program: Program, precision: str, chosen: Tiling | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [B, Hq, Sq, Dv] in q's dtype and order of dimensions, lse [B, Hq, Sq] in fp32).
+
+    q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; inputs broadcast to [B, Hq, Sq, Sk].
+    precision: of products of fp32, "ieee" or "tf32". Deterministic.
+    """
+    batch, heads, rows, d = q.shape
+    columns, dv = k.shape[2], v.shape[3]
+    out = like(q, dv)
+    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
+    if not batch * heads * rows:
+        return out, lse
+    if not columns:
+        return out.fill_(0.0 if program.empty == "zero" else float("nan")), lse.fill_(-float("inf"))
+    chosen = chosen or tiling(q.dtype, d, dv)
+    q, k, v = dense(q), dense(k), dense(v)
+    described = describable(program, inputs)
+    layout = attention_forward.Layout(
+        operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
+        chosen.merged, chosen.halves, chosen.lagged, chosen.late, described,
+    )  # fmt: skip
+    values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
+    values |= layout.v.values(v, chosen.block_n) | layout.out.values(out, chosen.block_m)
+    values |= {
+        "lse_ptr": lse, "rows": rows, "columns": columns, "heads": heads,
+        "group": heads // k.shape[1], "total": batch * heads,
+        "section": section(k, v, heads, chosen.near),
+    }  # fmt: skip
+    values |= score_values(program, inputs, numbers, described, (chosen.block_m, chosen.block_n))
+    if program.documents:
+        found = attention_documents.hulls(program, inputs, "q", chosen.block_m * chosen.halves)
+        values |= attention_documents.hull_values(found)
+    options: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    if chosen.registers:
+        options["maxnreg"] = chosen.registers
+    grid = (triton.cdiv(rows, chosen.block_m * chosen.halves) * batch * heads,)
+    wrap_triton(attention_forward.kernel(program, layout))[grid](
+        **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages, **options
+    )
+    return out, lse
+
+
+def columns_tiling(dtype: torch.dtype, d: int) -> Tiling:
+    """What is launched for column sums of heads of d numbers; block_m rows meet block_n keys."""
+    if dtype == torch.float32:
+        return Tiling(32, 64, 4, 2) if d <= 128 else Tiling(16, 32, 4, 1)
+    return Tiling(64, 128, 4, 3) if d <= 128 else Tiling(64, 64, 4, 2)
+
+
+def columns(
+    q: Tensor, k: Tensor, lse: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
+    program: Program, precision: str, first_row: int, chosen: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    """[B, Hkv, Sk] in fp32: sums of exp(score - lse) over the rows from ``first_row`` on and over
+    the heads of a group.
+
+    Arguments as of ``forward``; lse as it gives it. Rows that keep nothing add 0. Deterministic.
+    """
+    batch, heads, rows, d = q.shape
+    groups, size = k.shape[1:3]
+    sums = torch.empty((batch, groups, size), dtype=torch.float32, device=q.device)
+    if not sums.numel():
+        return sums
+    if first_row >= rows:
+        return sums.zero_()
+    chosen = chosen or columns_tiling(q.dtype, d)
+    q, k, lse = dense(q), dense(k), lse.contiguous()
+    described = describable(program, inputs)
+    layout = attention_columns.Layout(
+        operand("q", q), operand("k", k), products(q.dtype, precision), described
+    )
+    blocks = chosen.block_m, chosen.block_n
+    values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
+    values |= {
+        "lse_ptr": lse, "sums_ptr": sums, "rows": rows, "columns": size, "heads": heads,
+        "group": heads // groups, "first_row": first_row,
+    }  # fmt: skip
+    values |= score_values(program, inputs, numbers, described, blocks)
+    if program.documents:
+        found = attention_documents.hulls(program, inputs, "k", chosen.block_n)
+        values |= attention_documents.hull_values(found)
+    wrap_triton(attention_columns.kernel(program, layout))[
+        (triton.cdiv(size, chosen.block_n) * batch * groups,)
+    ](
+        **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages,
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    return sums
