@@ -115,6 +115,15 @@ def functional_graph(fn: Any, tensors: Any, decompose: bool = False) -> Any:
     return make_fx(functional, decomposition_table=table)(*tensors).graph
 
 
+def pointwise_graph(fn: Any, tensors: Any) -> Any:
+    """``fn`` of tensors as aten operations on fake tensors, whose values nothing can depend on."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake = functools.partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
+    functional = torch.func.functionalize(fake(fn)(*tensors), remove="mutations")
+    return fake(functional)(*tensors).graph
+
+
 def known_number(tensor: Any) -> Any:
     """The number that a tensor of one element holds; None where it is not known while compiling."""
     from torch._subclasses.fake_tensor import FakeTensor

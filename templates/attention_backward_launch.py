@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
+from . import attention_documents
 from . import attention_staging as staging
 from .attention_backward import (
     Form,
@@ -26,7 +27,7 @@ from .attention_backward import (
 from .attention_launch import dense, products
 from .attention_program import Program
 from .attention_staging import ROWS
-from .attention_text import Operand, by_tma, pieces, score_values
+from .attention_text import Operand, by_tma, describable, pieces, score_values
 from .linear_attention_launch import _processors
 
 L2_BYTES = 32 << 20  # of an H200's, what heads that take turns may read again and again
@@ -133,14 +134,14 @@ class _Backward:
         self.tma = tuple(map(by_tma, (self.q, self.k, self.v, self.do)))
         # Rows are padded to whole tiles of every tiling: their loads need no mask.
         self.padded = triton.cdiv(self.rows, ROWS) * ROWS
+        self.described = describable(program, inputs)
         self.delta = self.fp32(2, *q.shape[:2], self.padded)
         self._statistics(dense(out), lse.contiguous(), dlse)
 
     def form(self, **parts: Any) -> Form:
         tma: Any = self.tma
-        return Form(
-            self.q.shape[3], self.v.shape[3], tma, by_tma(self.delta), self.precision, **parts
-        )
+        head, value = self.q.shape[3], self.v.shape[3]
+        return Form(head, value, tma, by_tma(self.delta), self.described, self.precision, **parts)
 
     def fp32(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self.q.device)
@@ -150,8 +151,8 @@ class _Backward:
         block = max(1, 4096 // columns)
         programs = triton.cdiv(self.padded, block) * self.batches * self.heads
         wrap_triton(statistics_kernel)[(programs,)](
-            out, self.do, lse, dlse, *self.delta, self.rows, self.padded, self.heads, *out.stride()[:3],
-            *self.do.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
+            out, self.do, lse, dlse, *self.delta, self.rows, self.padded, self.heads,
+            *out.stride()[:3], *self.do.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
             VALUE=out.shape[3], COLUMNS=columns, ROWS=block, num_warps=4,
         )  # fmt: skip
 
@@ -163,11 +164,13 @@ class _Backward:
         for operand, tensor, block in zip(form.operands, tensors, blocks, strict=True):
             values |= operand.values(tensor, block)
         values |= self._rows(form, block_m)
-        values |= score_values(self.program, self.inputs, self.numbers)
+        values |= score_values(
+            self.program, self.inputs, self.numbers, self.described, (block_m, block_n)
+        )
         values |= {
             "rows": self.rows, "columns": self.columns, "kv_heads": self.kv_heads,
-            "group": self.heads // self.kv_heads, "heads": self.heads, "padded": self.padded, "first": 0,
-            "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "group": self.heads // self.kv_heads, "heads": self.heads, "padded": self.padded,
+            "first": 0, "BLOCK_M": block_m, "BLOCK_N": block_n,
         }  # fmt: skip
         return values
 
@@ -207,6 +210,7 @@ class _Backward:
             if tensor is not None:
                 values |= Operand(name, tensor.shape[3]).values(tensor, 0)
         values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
+        values |= self._documents("k", chosen.block_n)
         if stage is not None:
             values |= stage.descriptor(chosen.block_n, chosen.block_m)
         programs = triton.cdiv(self.columns, chosen.block_n) * heads
@@ -224,6 +228,7 @@ class _Backward:
         if dq is not None:
             values |= Operand("dq", dq.shape[3]).values(dq, 0)
         values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
+        values |= self._documents("q", chosen.block_m)
         programs = triton.cdiv(self.rows, chosen.block_m) * heads
         self._launch(rows_kernel(self.program, form), programs, values, chosen)
 
@@ -265,7 +270,7 @@ class _Backward:
     def heads_staged(self, block: int, memory: int) -> int:
         """How many heads of keys at a time ``memory`` bytes hold, where those fill the card; else
         0. Rounds are of like size."""
-        if len(self.program.column_spans) != 1 or not all(self.tma):
+        if len(self.program.column_spans) != 1 or self.program.documents or not all(self.tma):
             return 0
         lines, width = self._stage_size(block)
         group, total = self.heads // self.kv_heads, self.batches * self.kv_heads
@@ -285,6 +290,12 @@ class _Backward:
             pairs_kernel(self.program, form), tiles * math.prod(grad.shape[:2]), values, chosen
         )
 
+    def _documents(self, axis: str, block: int) -> dict[str, Any]:
+        if not self.program.documents:
+            return {}
+        found = attention_documents.hulls(self.program, self.inputs, axis, block)
+        return attention_documents.hull_values(found)
+
     def _launch(self, kernel: Any, programs: int, values: dict[str, Any], chosen: Tiling) -> None:
         values["STAGES"] = chosen.stages
         values = {name: values[name] for name in kernel.arg_names}
@@ -302,8 +313,9 @@ def backward(
     do [B, Hq, Sq, Dv], dlse [B, Hq, Sq] or None, q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
     v [B, Hkv, Sk, Dv], inputs [B, Hq, Sq, Sk] or 1 along any, out and lse of the forward.
     needed: for q, k, v and each input; what is not needed is an empty tensor. keys, rows, product:
-    tilings other than the default ones; memory: bytes for ds, 0 to make ds twice. Deterministic. Raises ValueError for an input that varies along
-    fewer axes than it has sizes, which has no one gradient.
+    tilings other than the default ones; memory: bytes for ds, 0 to make ds twice. Deterministic.
+    Raises ValueError for an input that varies along fewer axes than it has sizes, which has no one
+    gradient.
     """
     dtype, head, value = q.dtype, q.shape[3], v.shape[3]
     for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True)):

@@ -1,10 +1,8 @@
 """Attention's backward in the interpreter: every gradient against fp64, by eager's own error."""
 
-import dataclasses
-
 import pytest
 import torch
-from backward_programs import SCORES, attention, draw_inputs, gradients
+from backward_programs import SCORES, draw_inputs, gradients
 from inductor_ext.templates import attention_backward_launch as launch
 
 from inductor_ext import measure
