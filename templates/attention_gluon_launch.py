@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import linecache
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,14 +14,21 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
+from . import attention_documents
 from .attention_program import LOG2E, Program
+
+try:
+    from triton.language.extra import libdevice
+except ImportError:  # without a GPU's driver triton may have none
+    libdevice = None
 
 # Versions of Triton whose Gluon compiles the kernel and on which it was checked on a card.
 VERSIONS = ("3.6.",)
 DIMS = (64, 128)
 # K and V of the heads that programs work on together: what stays in a cache of 50 MB.
-SECTION_BYTES = 24 * 2**20
+SECTION_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -58,15 +66,9 @@ def available() -> bool:
     return triton.__version__.startswith(VERSIONS)
 
 
-def computes(program: Program) -> bool:
-    """Whether the kernel can compute a program: scaled products of one span of keys, no inputs."""
-    return (
-        program.scale is not None
-        and program.scale > 0
-        and not program.inputs
-        and program.documents is None
-        and len(program.row_spans) == 1
-    )
+def scored(program: Program) -> bool:
+    """Whether a score is more than a positive factor, which a maximum can be taken through."""
+    return program.scale is None or program.scale <= 0
 
 
 def _mapped(x: torch.Tensor) -> bool:
@@ -82,11 +84,10 @@ def _mapped(x: torch.Tensor) -> bool:
     )
 
 
-def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program) -> bool:
+def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether ``forward`` takes these arguments. Reads no values and launches nothing."""
     return (
         available()
-        and computes(program)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == k.dtype == v.dtype
         and q.shape[-1] in DIMS
@@ -101,32 +102,88 @@ def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _function(name: str, arguments: str, numbers: int, body: str, scope: dict[str, Any]) -> Any:
+def _function(name: str, arguments: str, body: list[str], result: str, module: str) -> Any:
+    """A function of the kernel, of ``body``'s statements, whose names are Triton's ``tl``."""
     from triton.experimental import gluon
 
-    reads = "".join(f"    n{i} = numbers[{i}]\n" for i in range(numbers))
-    source = f"@gluon.jit\ndef {name}({arguments}, rows, columns, numbers):\n{reads}{body}"
-    file = f"<inductor_ext attention {name} {hashlib.sha1(source.encode()).hexdigest()[:12]}>"
+    lines = "".join(f"    {line}\n" for line in [*body, f"return {result}"])
+    source = f"@gluon.jit\ndef {name}({arguments}):\n{lines}"
+    file = f"<inductor_ext attention {hashlib.sha1(source.encode()).hexdigest()}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    scope = {"gluon": gluon, "tl": gluon.language, "__name__": scope["__name__"]}
+    names = ModuleType("tl")
+    vars(names).update(vars(tl) | vars(gluon.language))
+    scope = {"gluon": gluon, "tl": names, "libdevice": libdevice, "__name__": module}
     exec(compile(source, file, "exec"), scope)
     return scope[name]
 
 
+def _tuple(values: list[str]) -> str:
+    """Not an empty one: ``b`` stands in."""
+    return f"({', '.join(values or ['b'])},)"
+
+
+def _inputs(program: Program) -> dict[str, tuple[str, list[str], str]]:
+    """(arguments, statements, result) of the functions that read inputs. What a kernel gets as
+    ``inputs`` are a pointer and the strides along its axes of each."""
+    origins, rows, keys = [], [], []
+    at = 0
+    for given in program.inputs:
+        stride = {axis: f"inputs[{at + 1 + n}]" for n, axis in enumerate(given.axes)}
+        head = [f"tl.cast({a}, tl.int64) * {stride[a]}" for a in given.axes if a in "bh"]
+        where = " + ".join([f"inputs[{at}]", *head])
+        at += 1 + len(given.axes)
+        if "k" not in given.axes:
+            near = f" + tl.cast(q, tl.int64) * {stride['q']}" if "q" in given.axes else ""
+            rows.append(f"tl.load({where}{near})")
+            continue
+        far = f" + tl.cast(q0, tl.int64) * {stride['q']}" if "q" in given.axes else ""
+        near = f"q * {stride['q']} + " if "q" in given.axes else ""
+        start = f"at[{len(origins)}] + tl.cast(k0, tl.int64) * {stride['k']}"
+        keys.append(f"tl.load({start} + ({near}k * {stride['k']}))")
+        origins.append(where + far)
+    return {
+        "origins": ("inputs, b, h, q0", [], _tuple(origins)),
+        "along_rows": ("inputs, b, h, q", [], _tuple(rows)),
+        "along_keys": ("inputs, at, q, k0, k", ["b = k0"], _tuple(keys)),
+    }
+
+
+def functions(program: Program) -> dict[str, tuple[str, list[str], str]]:
+    """(arguments, statements, result) of the functions that are a program's own."""
+    numbers = [f"n{i} = numbers[{i}]" for i in range(program.numbers)]
+    values, fixed, moving = [], 0, 0
+    for i, given in enumerate(program.inputs):
+        if "k" in given.axes:
+            values.append(f"x{i} = moving[{moving}]")
+            moving += 1
+        else:
+            values.append(f"x{i} = fixed[{fixed}]")
+            fixed += 1
+    bounds = [b for s in program.row_spans for b in (s.lo, s.hi, s.full_lo, s.full_hi)]
+    given = "b, h, rows, columns, numbers, fixed, moving"
+    score = [*numbers, *values, *program.score.splitlines()] if scored(program) else []
+    keep = [*numbers, *values, *program.keep.splitlines()] if program.keep else []
+    return {
+        "spans": ("q0, q1, rows, columns, numbers", numbers, f"({', '.join(bounds)})"),
+        **_inputs(program),
+        "score": (f"s, q, k, {given}", score, "r" if score else "s"),
+        "keep": (f"q, k, {given}", keep, "keep" if keep else "k < columns"),
+    }
+
+
 def define(program: Program) -> ModuleType:
-    """A fresh copy of the module ``attention_gluon`` with a program's ``span`` and ``keep``."""
+    """A fresh copy of the module ``attention_gluon`` with the functions of a program."""
     path = Path(__file__).with_name("attention_gluon.py")
     name = f"{__package__}.attention_gluon"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    (span,) = program.row_spans
-    body = f"    return {span.lo}, {span.hi}, {span.full_lo}, {span.full_hi}\n"
-    module.span = _function("span", "q0, q1", program.numbers, body, vars(module))
-    body = "".join(f"    {line}\n" for line in program.keep.splitlines())
-    body += "    return keep\n" if body else "    return k < columns\n"
-    module.keep = _function("keep", "q, k", program.numbers, body, vars(module))
+    for function, (arguments, body, result) in functions(program).items():
+        setattr(module, function, _function(function, arguments, body, result, name))
+    module.SCORED = tl.constexpr(scored(program))
+    module.SPANS = tl.constexpr(len(program.row_spans))
+    module.DOCUMENTS = tl.constexpr(program.documents is not None)
     return module
 
 
@@ -156,7 +213,8 @@ def launch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    numbers: list[int],
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int],
     program: Program,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -170,10 +228,15 @@ def launch(
     row_tiles = triton.cdiv(rows, tile.rows)
     tiles = row_tiles * batch * heads
     held = max(1, tile.section_bytes // (columns * (d + dv) * k.element_size())) * group
-    (span,) = program.row_spans
+    read = []
+    for given, x in zip(program.inputs, inputs, strict=True):
+        read += [x, *(x.stride("bhqk".index(axis)) for axis in given.axes)]
+    documents: tuple[Any, ...] = ()
+    if program.documents:
+        hulls = attention_documents.hulls(program, inputs, "q", tile.rows)
+        documents = tuple(attention_documents.hull_values(hulls).values())
     each = 16 * tile.warps
     consumer, producer = tile.registers
-    assert program.scale is not None
     grid = (tiles if tile.schedule == "each" else min(tiles, multiprocessors),)
     dynamic = tile.schedule == "dynamic"
     arguments = {
@@ -185,21 +248,22 @@ def launch(
         "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse,
         "tiles": tiles,
         "heads": batch * heads,
-        "section": min(held, batch * heads),
+        "sections": max(batch * heads // held, 1),
         "row_tiles": row_tiles,
         "query_heads": heads,
         "group": group,
-        "scale": program.scale * LOG2E,
+        "scale": 1.0 if scored(program) else (program.scale or 0.0) * LOG2E,
         "rows": rows,
         "columns": columns,
         "numbers": tuple(numbers),
+        "inputs": tuple(read),
+        "documents": documents,
         "N": tile.keys,
         "STAGES": tile.stages,
         "ROWS": each,
         "CONSUMERS": tile.consumers,
         "PINGPONG": tile.pingpong and tile.consumers > 1,
         "NAN": program.empty == "nan",
-        "LEFT": (span.lo, span.full_lo) != ("0", "0"),
         "DYNAMIC": dynamic,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
@@ -212,8 +276,8 @@ def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    inputs: list[torch.Tensor],
-    numbers: list[int],
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int],
     program: Program,
     precision: str = "ieee",
     tile: Tile | None = None,
@@ -221,16 +285,16 @@ def forward(
     """(out [B, Hq, Sq, Dv], lse fp32 [B, Hq, Sq]) of q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v
     [B, Hkv, Sk, Dv], bf16 or fp16, D and Dv 64 or 128; deterministic. Products accumulate in fp32,
     whatever ``precision`` says of fp32 inputs. ``applies`` has to hold, else ValueError."""
-    if inputs or not applies(q, k, v, program):
+    if not applies(q, k, v):
         raise ValueError(
             "the Gluon attention expected what attention_gluon_launch.applies holds for, got "
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}, "
-            f"{len(inputs)} inputs, triton {triton.__version__}"
+            f"triton {triton.__version__}"
         )
     out = _like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     count = torch.cuda.get_device_properties(q.device).multi_processor_count
     tile = tile or default_tile(max(q.shape[3], v.shape[3]))
-    kernel, grid, arguments = launch(q, k, v, numbers, program, out, lse, tile, count)
+    kernel, grid, arguments = launch(q, k, v, inputs, numbers, program, out, lse, tile, count)
     kernel[grid](**arguments)
     return out, lse

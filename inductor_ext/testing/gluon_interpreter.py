@@ -64,6 +64,24 @@ for _name in ("add", "sub", "mul", "truediv", "and", "or", "rshift", "lt", "le",
         setattr(Tile, _r, _lifted(lambda x, y, m=_method: getattr(torch.as_tensor(y), m)(x)))
 
 
+class Int(int):
+    """A scalar: whole numbers stay of this class, and have ``to``."""
+
+    def to(self, dtype: torch.dtype) -> Any:
+        return float(self) if dtype.is_floating_point else self
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "neg"):
+    for _r in ("", "r") if _name != "neg" else ("",):
+        _method = f"__{_r}{_name}__"
+
+        def _apply(self: Int, *other: Any, m: str = _method) -> Any:
+            result = getattr(int, m)(self, *other)
+            return Int(result) if isinstance(result, int) else result
+
+        setattr(Int, _method, _apply)
+
+
 class Barrier:
     """An mbarrier: a phase completes when its arrivals and its bytes have come."""
 
@@ -158,10 +176,17 @@ def _store(pointer: Pointer, value: Tile, mask: Tile) -> None:
     pointer.flat[pointer.offset.value[mask.value]] = value.value[mask.value]
 
 
+def _load(pointer: Pointer) -> Any:
+    if isinstance(pointer.offset, Tile):
+        return Tile(pointer.flat[pointer.offset.value], pointer.offset.type.layout)
+    value = pointer.flat[pointer.offset].item()
+    return Int(value) if isinstance(value, int) else value
+
+
 def _atomic_add(pointer: Pointer, value: int) -> int:
     before = int(pointer.flat[0])
     pointer.flat[0] += value
-    return before
+    return Int(before)
 
 
 def _mma(a: Any, b: Shared, acc: Tile, use_acc: bool = True, is_async: bool = False) -> Tile:
@@ -188,6 +213,25 @@ def _asm(text: str, constraints: str, args: Sequence[Tile], **_: Any) -> Tile:
     return Tile(pair.view(torch.int32)[..., 0], args[0].type.layout)
 
 
+def _full(shape: Sequence[int], x: Any, dtype: torch.dtype, layout: Any = None) -> Any:
+    return Tile(torch.full(tuple(shape), x, dtype=dtype), layout) if len(shape) else x
+
+
+def _either(of_tiles: Callable[..., Any], of_scalars: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(x: Any, y: Any) -> Any:
+        if torch.is_tensor(x) or torch.is_tensor(y):
+            return of_tiles(torch.as_tensor(x), torch.as_tensor(y))
+        return of_scalars(x, y)
+
+    return apply
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    if torch.is_tensor(condition):
+        return torch.where(condition, x, y)
+    return x if condition else y
+
+
 def _split(x: Tile) -> tuple[Tile, Tile]:
     return Tile(x.value[..., 0], x.type.layout), Tile(x.value[..., 1], x.type.layout)
 
@@ -202,22 +246,23 @@ class _Language(ModuleType):
             "SwizzledSharedLayout",
         )}  # fmt: skip
         dtypes = {n: getattr(torch, n) for n in (
-            "float32", "bfloat16", "float16", "int16", "int32", "int64", "int1",
-        ) if hasattr(torch, n)}  # fmt: skip
+            "float32", "bfloat16", "float16", "int16", "int32", "int64", 
+        )} | {"int1": torch.bool}  # fmt: skip
         self.__dict__.update(
             **layouts, **dtypes,
             constexpr=lambda x: x,
             static_range=range,
-            program_id=lambda axis: program,
-            num_programs=lambda axis: programs,
+            program_id=lambda axis: Int(program),
+            num_programs=lambda axis: Int(programs),
             cast=lambda x, dtype: x,
-            minimum=_lifted(lambda x, y: torch.minimum(x, y) if torch.is_tensor(x) else min(x, y)),
-            maximum=_lifted(lambda x, y: torch.maximum(x, y) if torch.is_tensor(x) else max(x, y)),
-            where=_lifted(torch.where),
-            exp2=_lifted(torch.exp2),
+            load=_load,
+            minimum=_lifted(_either(torch.minimum, min)),
+            maximum=_lifted(_either(torch.maximum, max)),
+            where=_lifted(_where),
+            exp2=_lifted(lambda x: torch.exp2(torch.as_tensor(x)) if torch.is_tensor(x) else 2.0**x),
             log2=_lifted(torch.log2),
             max=_lifted(lambda x, axis: x.amax(axis)),
-            sum=_lifted(lambda x, axis: x.sum(axis) if x.ndim > 1 else int(x.sum())),
+            sum=_lifted(lambda x, axis: x.sum(axis) if x.ndim > 1 else Int(x.sum())),
             atomic_add=_atomic_add,
             expand_dims=_lifted(torch.unsqueeze),
             reshape=_lifted(lambda x, shape: x.reshape(shape)),
@@ -225,7 +270,7 @@ class _Language(ModuleType):
             join=_lifted(lambda x, y: torch.stack([x, y], -1)),
             convert_layout=lambda x, layout: Tile(x.value, layout),
             zeros=lambda shape, dtype, layout: Tile(torch.zeros(shape, dtype=dtype), layout),
-            full=lambda shape, x, dtype, layout: Tile(torch.full(shape, x, dtype=dtype), layout),
+            full=_full,
             arange=lambda lo, hi, layout: Tile(torch.arange(lo, hi), layout),
             allocate_shared_memory=_allocate,
             inline_asm_elementwise=_asm,
@@ -334,6 +379,15 @@ def _standing_in(language: ModuleType, copies: _Copies) -> Iterator[None]:
                 sys.modules[name] = old
 
 
+def _argument(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_argument, value))
+    if isinstance(value, torch.Tensor):
+        size = value.untyped_storage().size() // value.element_size() - value.storage_offset()
+        return Pointer(value.as_strided((size,), (1,)))
+    return Descriptor(value.base, value.block_shape) if hasattr(value, "block_shape") else value
+
+
 def interpret(
     define: Callable[[], Callable[..., None]],
     programs: int,
@@ -343,12 +397,7 @@ def interpret(
     """Run all programs of a launch one after the other. ``define`` executes the kernel's module
     afresh and returns the kernel; tensors of ``arguments`` become pointers, and objects with
     ``base`` and ``block_shape`` descriptors. ``delay``: seconds before each copy."""
-    names = {n: v for n, v in arguments.items() if n != "num_warps"}
-    for name, value in names.items():
-        if isinstance(value, torch.Tensor):
-            names[name] = Pointer(value.view(-1))
-        elif hasattr(value, "block_shape"):
-            names[name] = Descriptor(value.base, value.block_shape)
+    names = {n: _argument(v) for n, v in arguments.items() if n != "num_warps"}
     for program in range(programs):
         copies = _Copies(delay)
         try:
