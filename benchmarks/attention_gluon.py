@@ -65,8 +65,8 @@ def variants(d: int) -> dict[str, Any]:
             "128x64 4 stages": Tile(keys=64, stages=4),
             "8 warps": Tile(consumers=1, warps=8),
             "192x64 2 stages": Tile(keys=64, consumers=3),
-            "section 12 MB": Tile(section_bytes=12 * 2**20),
-            "section 48 MB": Tile(section_bytes=48 * 2**20),
+            "sections of 8 MB": Tile(section_bytes=8 << 20),
+            "sections of 32 MB": Tile(section_bytes=32 << 20),
         }
     return {
         "128x128 4 stages": Tile(stages=4),

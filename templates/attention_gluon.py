@@ -55,8 +55,9 @@ def along_rows(inputs, b, h, q):
 
 
 @gluon.jit
-def along_keys(inputs, at, q, k0, k):
-    """The values of the other ones: of rows ``q`` and keys ``k`` behind ``at`` and ``k0``."""
+def along_keys(inputs, at, q, k0, k, limit, MASKED: gl.constexpr):
+    """The values of the other ones: of rows ``q`` and keys ``k`` behind ``at`` and ``k0``. With
+    MASKED keys from ``limit`` on are not read."""
     return (k0,)
 
 
@@ -257,11 +258,9 @@ def unpacked(p, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def read(inputs, at, q, k0, columns, MASKED: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """``along_keys`` of a block; what does not exist is the last row's or key's."""
+    """``along_keys`` of a block."""
     k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    if MASKED:
-        k = gl.minimum(k, columns - 1 - k0)
-    return along_keys(inputs, at, q, k0, k)
+    return along_keys(inputs, at, q, k0, k, columns - k0, MASKED)
 
 
 @gluon.jit

@@ -139,12 +139,22 @@ def _inputs(program: Program) -> dict[str, tuple[str, list[str], str]]:
         far = f" + tl.cast(q0, tl.int64) * {stride['q']}" if "q" in given.axes else ""
         near = f"q * {stride['q']} + " if "q" in given.axes else ""
         start = f"at[{len(origins)}] + tl.cast(k0, tl.int64) * {stride['k']}"
-        keys.append(f"tl.load({start} + ({near}k * {stride['k']}))")
+        mask = " & (q == q)" if near else ""  # of the shape of the pointers
+        name = f"x{len(origins)}"
+        keys += [
+            f"{name} = {start} + ({near}k * {stride['k']})",
+            f"if MASKED:\n        {name} = tl.load({name}, (k < limit){mask}, other=0)",
+            f"else:\n        {name} = tl.load({name})",
+        ]
         origins.append(where + far)
     return {
         "origins": ("inputs, b, h, q0", [], _tuple(origins)),
         "along_rows": ("inputs, b, h, q", [], _tuple(rows)),
-        "along_keys": ("inputs, at, q, k0, k", ["b = k0"], _tuple(keys)),
+        "along_keys": (
+            "inputs, at, q, k0, k, limit, MASKED: tl.constexpr",
+            ["b = k0", *keys],
+            _tuple([f"x{i}" for i in range(len(origins))]),
+        ),
     }
 
 

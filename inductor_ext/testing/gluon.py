@@ -10,7 +10,7 @@ import torch
 
 from inductor_ext.compat_patches import private
 from inductor_ext.testing.binaries import KernelBinary, describe
-from inductor_ext.testing.launches import POINTERS
+from inductor_ext.testing.launches import _POINTERS
 
 
 class GluonBinary(NamedTuple):
@@ -36,24 +36,30 @@ def gluon_binary(kernel: Any, arguments: dict[str, Any]) -> GluonBinary:
         value = arguments[parameter.name]
         if parameter.is_constexpr:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
         else:
-            signature[parameter.name] = _type(value)
+            signature[parameter.name] = _type(value, (i,), constants, attributes)
     source = GluonASTSource(kernel, signature, constants, attributes)
     compiled: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return GluonBinary(describe(compiled, kernel.fn.__name__), _sass(compiled.asm["cubin"]))
 
 
-def _type(value: Any) -> Any:
+def _type(value: Any, at: tuple[int, ...], constants: Any, attributes: Any) -> Any:
+    """The type of an argument, as Triton specialises it."""
     if isinstance(value, tuple):
-        return tuple(_type(v) for v in value)
+        return tuple(_type(v, (*at, i), constants, attributes) for i, v in enumerate(value))
+    if isinstance(value, torch.Tensor):
+        attributes[at] = [["tt.divisibility", 16]]
+        return _POINTERS[value.dtype]
     if isinstance(value, float):
         return "fp32"
     if isinstance(value, int):
+        if len(at) > 1 and value == 1:  # the counts beside are not specialised
+            constants[at] = value
+            return "constexpr"
+        if len(at) > 1 and value % 16 == 0:
+            attributes[at] = [["tt.divisibility", 16]]
         return "i32"
-    element = POINTERS[value.base.dtype][1:]
+    element = _POINTERS[value.base.dtype][1:]
     return f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
 
 

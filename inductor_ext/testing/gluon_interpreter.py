@@ -176,8 +176,13 @@ def _store(pointer: Pointer, value: Tile, mask: Tile) -> None:
     pointer.flat[pointer.offset.value[mask.value]] = value.value[mask.value]
 
 
-def _load(pointer: Pointer) -> Any:
+def _load(pointer: Pointer, mask: Tile | None = None, other: float = 0) -> Any:
     if isinstance(pointer.offset, Tile):
+        if mask is not None:
+            inside, at = torch.broadcast_tensors(mask.value, pointer.offset.value)
+            value = pointer.flat[torch.where(inside, at, 0)]
+            other = torch.full_like(value, other)
+            return Tile(torch.where(inside, value, other), pointer.offset.type.layout)
         return Tile(pointer.flat[pointer.offset.value], pointer.offset.type.layout)
     value = pointer.flat[pointer.offset].item()
     return Int(value) if isinstance(value, int) else value
@@ -259,7 +264,7 @@ class _Language(ModuleType):
             minimum=_lifted(_either(torch.minimum, min)),
             maximum=_lifted(_either(torch.maximum, max)),
             where=_lifted(_where),
-            exp2=_lifted(lambda x: torch.exp2(torch.as_tensor(x)) if torch.is_tensor(x) else 2.0**x),
+            exp2=_lifted(lambda x: torch.exp2(x) if torch.is_tensor(x) else 2.0**x),
             log2=_lifted(torch.log2),
             max=_lifted(lambda x, axis: x.amax(axis)),
             sum=_lifted(lambda x, axis: x.sum(axis) if x.ndim > 1 else Int(x.sum())),

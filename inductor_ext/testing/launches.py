@@ -16,7 +16,7 @@ from inductor_ext.compat_patches import Patches
 from inductor_ext.testing.binaries import KernelBinary, describe
 from inductor_ext.testing.interpreter import interpreting
 
-POINTERS = {
+_POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
@@ -78,7 +78,7 @@ def _binary(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kerne
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
+            signature[parameter.name] = _POINTERS[value.dtype]
             divisible = value.storage_offset() * value.element_size() % 16 == 0
         elif hasattr(value, "block_shape"):  # a tensor descriptor
             element = _POINTERS[value.base.dtype].removeprefix("*")
