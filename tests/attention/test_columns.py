@@ -21,7 +21,7 @@ def draw(rows, columns, head, dtype, heads=4, kv_heads=2):
 
 
 def weights(score, q, k, inputs):
-    """(lse, weights [B, Hkv, G, Sq, Sk]) in fp64: values that are ones and zeros give the weights."""
+    """(lse, weights [B, Hkv, G, Sq, Sk]) in fp64: values of ones and zeros give them."""
     heads, kv_heads, columns = q.shape[1], k.shape[1], k.shape[2]
     ones = torch.eye(columns, dtype=torch.float64).expand(2, kv_heads, columns, columns)
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
