@@ -132,7 +132,6 @@ def _score(name: str, d: int) -> Callable[..., Any]:
 @functools.cache
 def program_of(name: str, d: int) -> Any:
     """The program of a score by its name, as recognition writes it."""
-    import torch
     from inductor_ext.templates.attention_program import LOG2E, Input, Program, Span
 
     factor = d**-0.5 * LOG2E

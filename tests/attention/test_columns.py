@@ -21,7 +21,7 @@ def draw(rows, columns, head, dtype, heads=4, kv_heads=2):
 
 
 def weights(score, q, k, inputs):
-    """(lse, weights [B, Hkv, G, Sq, Sk]) in fp64: values that are ones and zeros give the weights."""
+    """(lse, weights [B, Hkv, G, Sq, Sk]) in fp64: values of ones and zeros give them."""
     heads, kv_heads, columns = q.shape[1], k.shape[1], k.shape[2]
     ones = torch.eye(columns, dtype=torch.float64).expand(2, kv_heads, columns, columns)
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
@@ -48,11 +48,11 @@ def judge(score, q, k, inputs, first_row, chosen=SMALL):
 
 
 @pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize("first_row", [0, 37])
+@pytest.mark.parametrize("first_row", [0, 21])
 def test_scores(name, first_row):
     score = SCORES[name]
-    q, k = draw(67, 67, 16, BF16)
-    judge(score, q, k, draw_inputs(score, 2, 4, 67, 67, BF16), first_row)
+    q, k = draw(45, 45, 16, BF16, 2, 1)
+    judge(score, q, k, draw_inputs(score, 2, 2, 45, 45, BF16), first_row)
 
 
 @pytest.mark.parametrize(

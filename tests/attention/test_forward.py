@@ -47,7 +47,7 @@ def truth(score, q, k, v, inputs=()):
     return exact, attention(score, q, k, v, inputs)
 
 
-def judge(score, q, k, v, inputs=(), **options):
+def judge(score, q, k, v, inputs=(), rtol=1e-6, **options):
     (right, right_lse), (eager, _) = truth(score, q, k, v, inputs)
     (out, lse), again = (ours(score, q, k, v, inputs, **options) for _ in range(2))
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
@@ -56,7 +56,7 @@ def judge(score, q, k, v, inputs=(), **options):
     assert verdict.ok, verdict.reason
     none = right_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, none) and not out[none].any()
-    torch.testing.assert_close(lse[~none].double(), right_lse[~none], rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(lse[~none].double(), right_lse[~none], rtol=rtol, atol=2e-6)
     return out, lse
 
 
@@ -64,16 +64,16 @@ def judge(score, q, k, v, inputs=(), **options):
 @pytest.mark.parametrize(("dtype", "chosen"), [(BF16, LATE), (FP32, PLAIN)])
 def test_scores(name, dtype, chosen):
     score = SCORES[name]
-    q, k, v = draw(67, 67, dtype=dtype)
-    judge(score, q, k, v, draw_inputs(score, 2, 4, 67, 67, dtype), chosen=chosen)
+    q, k, v = draw(45, 45, dtype=dtype, heads=2, kv_heads=1)
+    judge(score, q, k, v, draw_inputs(score, 2, 2, 45, 45, dtype), chosen=chosen)
 
 
 @pytest.mark.parametrize("name", ["scale", "sinks", "softcap", "documents", "learned bias"])
 @pytest.mark.parametrize("chosen", [MERGED, BOTH, dataclasses.replace(PLAIN, near=0)])
 def test_forms(name, chosen):
     score = SCORES[name]
-    q, k, v = draw(50, 64, dtype=FP16)
-    judge(score, q, k, v, draw_inputs(score, 2, 4, 50, 64, FP16), chosen=chosen)
+    q, k, v = draw(50, 64, dtype=FP16, batch=1, heads=2, kv_heads=2)
+    judge(score, q, k, v, draw_inputs(score, 1, 2, 50, 64, FP16), chosen=chosen)
 
 
 SHAPES = [
@@ -115,8 +115,8 @@ def test_rows_that_keep_nothing(name, chosen):
 @pytest.mark.parametrize("factor", [30.0, 1e4])
 def test_huge_scores(factor):
     q, k, v = draw(40, 40, dtype=FP32)
-    judge(SCORES["causal"], q * factor, k, v)
-    judge(SCORES["negative scale"], q * factor, k, v)
+    judge(SCORES["causal"], q * factor, k, v, rtol=1e-5)
+    judge(SCORES["negative scale"], q * factor, k, v, rtol=1e-5)
 
 
 def test_layouts():
