@@ -251,6 +251,17 @@ def warm(case: Case, column: str) -> None:
         torch.cuda.empty_cache()
 
 
+def _compiled(jobs: Sequence[tuple[Case, str]]) -> list[tuple[Case, str]]:
+    """The jobs that compile something; a kernel of ours serves all sizes."""
+    found: dict[Any, tuple[Case, str]] = {}
+    for case, column in jobs:
+        if column in ("cudnn", "fa2", "eager"):
+            continue
+        same = case.mask, case.dim, case.kind, column
+        found.setdefault(same if column in ("ours", "kernel") else (case, column), (case, column))
+    return list(found.values())
+
+
 def prewarm(jobs: Sequence[tuple[Case, str]], workers: int, budget: common.Budget) -> None:
     """Compile in processes of their own; not more than four of them hold scores."""
     import multiprocessing
@@ -262,7 +273,7 @@ def prewarm(jobs: Sequence[tuple[Case, str]], workers: int, budget: common.Budge
     left = budget.left()
     begun = time.monotonic()
     pool = ProcessPoolExecutor(workers, context, _share, (context.Semaphore(4),))
-    waiting = [pool.submit(warm, *job) for job in jobs if job[1] not in ("cudnn", "fa2", "eager")]
+    waiting = [pool.submit(warm, *job) for job in _compiled(jobs)]
     try:
         done = as_completed(waiting, None if left is None else 0.4 * left)
         for future in tqdm(done, "compiling", len(waiting), mininterval=5):

@@ -91,8 +91,15 @@ def _case(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> choice.Ca
         columns=k.shape[2], dim=q.shape[3], value_dim=v.shape[3], plain=plain,
         has_program=program is not None,
         cudnn=bool(plain) and compat_attention.cudnn_takes(q, k, v, plain == "causal"),
+        gluon=bool(plain) and _by_gluon(q, k, v, program),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
+
+
+def _by_gluon(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> bool:
+    from inductor_ext.templates import attention_launch as launch
+
+    return program is not None and launch.by_gluon(q, k, v, (), program)
 
 
 def _like(q: Tensor, last: Any) -> Tensor:
