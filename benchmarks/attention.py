@@ -289,6 +289,18 @@ def prewarm(jobs: Sequence[tuple[Case, str]], workers: int, budget: common.Budge
 # --- report ---------------------------------------------------------------------------------------
 
 
+def _on_top(found: dict[tuple[str, str], dict[str, common.Row]]) -> list[str]:
+    """What column sums cost beside the forward alone."""
+    notes = []
+    for (case, kind), of in found.items():
+        mask, _, shape = case.partition(" ")
+        alone = found.get((f"causal {shape}", kind), {}).get("kernel")
+        if mask.startswith("colsum") and alone is not None and "ours" in of:
+            times = (common.number(row["us"]) for row in (of["ours"], alone))
+            notes.append(f"{case}: {100 * common.ratio(*times) - 100:.0f}% on top of the forward")
+    return notes
+
+
 def report(rows: Sequence[common.Row], out: Path, name: str) -> None:
     """A table of the rows (printed, and as Markdown) and a plot."""
     found: dict[tuple[str, str], dict[str, common.Row]] = {}
@@ -314,8 +326,12 @@ def report(rows: Sequence[common.Row], out: Path, name: str) -> None:
         best = [x for x in peers if not math.isnan(x)]
         own = us.get("ours", math.nan)
         stock = common.ratio(us.get("compile", math.nan), us.get("plugin", math.nan))
-        table.append((*key, *rates.values(), common.ratio(min(best, default=math.nan), own), stock))
+        room = [common.number(of[c]["peak_mib"]) if c in of else math.nan for c in WHOLE[:2]]
+        peer = common.ratio(min(best, default=math.nan), own)
+        table.append((*key, *rates.values(), peer, stock, *room))
+    notes += _on_top(found)
     heads = ["case", "kind", *columns, "best peer/ours", "compile/plugin"]
+    heads += ["plugin MiB", "compile MiB"]
     common.print_table("TFLOP/s of kept pairs", heads, table)
     print("\n".join(notes))
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
