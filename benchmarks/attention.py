@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import math
 import statistics
 import sys
@@ -46,17 +45,28 @@ LARGEST_SCORES = 2.2e9  # bytes of one matrix of scores
 RUN_US, REPEATS = 15e3, 3
 
 
-def columns_of(case: Case, asked: Sequence[str]) -> list[str]:
-    """The columns that have such a program."""
-    plain = case.mask in ("causal", "full")
-    found = ["ours"]
+def columns_of(case: Case, asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The columns that have such a program: those that say most, and the others."""
+    plain, family = case.mask in ("causal", "full"), case.mask.startswith("family")
     if plain:
-        found += ["kernel", "cudnn", "fa2"]
-    if not case.mask.startswith(("family", "colsum")):
-        found += ["flex"]
+        most, others = ["ours", "kernel", "cudnn", "flex"], ["fa2"]
+    elif family:
+        most, others = ["plugin", "compile"], ["ours"]
+    elif case.mask.startswith("colsum"):
+        most, others = ["ours"], []
+    else:
+        most, others = ["ours", "flex"], []
     if case.scores_bytes <= LARGEST_SCORES and (not plain or case.size == 4096):
-        found += WHOLE
-    return [c for c in asked if c in found]
+        others += [c for c in WHOLE if c not in most]
+    return [c for c in asked if c in most], [c for c in asked if c in others]
+
+
+def jobs_of(cases: Sequence[Case], asked: Sequence[str]) -> list[tuple[Case, str]]:
+    """What is measured, in this order: of all cases what says most, then the others."""
+    each = [(case, *columns_of(case, asked)) for case in cases]
+    return [(case, c) for case, most, _ in each for c in most] + [
+        (case, c) for case, _, others in each for c in others
+    ]
 
 
 def program(case: Case, column: str, tuned: bool) -> Callable[..., Any] | None:
@@ -373,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget-seconds", type=float, help="stop between columns before this is used up")
     add("--prewarm", type=int, default=0, help="compile in this many processes first")
     add("--report", action="store_true", help="table and plot of the CSV that is there, and stop")
-    add("--list", action="store_true", help="print the cases in their order and stop")
+    add("--list", action="store_true", help="print what is measured in its order and stop")
     return parser
 
 
@@ -383,8 +393,8 @@ def main() -> None:
     budget = common.Budget(args.budget_seconds)
     cases = [case for case in CASES if args.cases in f"{case.name} {case.kind}"][: args.first]
     if args.list:
-        for case in cases:
-            print(case.name, case.kind, *columns_of(case, args.columns))
+        for case, column in jobs_of(cases, args.columns):
+            print(case.name, case.kind, column)
         return
     if args.report:
         report(common.read_csv(args.out / f"{args.name}.csv"), args.out, args.name)
@@ -399,9 +409,7 @@ def main() -> None:
         measure.require_cuda()
     except RuntimeError as failure:
         sys.exit(str(failure))
-    jobs = list(
-        itertools.chain(*([(case, c) for c in columns_of(case, args.columns)] for case in cases))
-    )
+    jobs = jobs_of(cases, args.columns)
     if args.prewarm:
         prewarm(jobs, args.prewarm, budget)
     meta = common.metadata("benchmarks.attention")

@@ -102,22 +102,23 @@ def _by_gluon(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> bool:
     return program is not None and launch.by_gluon(q, k, v, (), program)
 
 
-def _like(q: Tensor, last: Any) -> Tensor:
+def _like(q: Tensor, last: Any, device: Any = None) -> Tensor:
     """Memory of q's shape, but for the last dimension, and q's order of dimensions."""
+    make: Any = {"device": device or q.device}
     if last is q.shape[-1] or last == q.shape[-1]:
-        out = torch.empty_like(q)
-        return out if out.stride(-1) == 1 else q.new_empty(q.shape)
-    shape = (*q.shape[:3], last)
+        out = torch.empty_like(q, **make)
+        return out if out.stride(-1) == 1 else q.new_empty(q.shape, **make)
     if q.stride(1) < q.stride(2):  # [B, S, H, D] transposed
-        return q.new_empty((shape[0], shape[2], shape[1], last)).transpose(1, 2)
-    return q.new_empty(shape)
+        out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], last), **make)
+        return out.transpose(1, 2)
+    return q.new_empty((*q.shape[:3], last), **make)
 
 
-def _into(place: Tensor, found: Tensor) -> Tensor:
-    """What was found, in the strides that the operation promises."""
-    if found.stride() == place.stride() and found.dtype == place.dtype:
-        return found
-    return place.copy_(found)
+def _laid(found: Tensor, q: Tensor) -> Tensor:
+    """What was found, in the strides that the operation promises: those of ``_like``."""
+    last = found.shape[-1]
+    same = found.stride() == q.stride() or found.stride() == _like(q, last, "meta").stride()
+    return found if same and found.dtype == q.dtype else _like(q, last).copy_(found)
 
 
 # --- operations -----------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def _attention(
         from inductor_ext.templates import attention_launch as launch
 
         out, lse = launch.forward(q, k, v, inputs, numbers, program, float32_precision())
-    return _into(_like(q, v.shape[-1]), out), lse.contiguous()
+    return _laid(out, q), lse.contiguous()
 
 
 def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,10 +177,10 @@ def _backward(
     numbers: list[int], score: str, empty: str, out: Tensor, lse: Tensor, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """``needed``: of q, k, v and of each input; what is not needed comes empty."""
-    dq, dk, dv, own = _places(q, k, v, inputs, needed)
-    inputs = [_collapsed(x) for x in inputs]
     if q.numel() == 0 or k.shape[2] == 0:
+        dq, dk, dv, own = _places(q, k, v, inputs, needed)
         return dq.zero_(), dk.zero_(), dv.zero_(), [t.zero_() for t in own]
+    given, inputs = inputs, [_collapsed(x) for x in inputs]
     program = program_of(q, inputs, numbers, score, empty)
     case = _case(q, k, v, program)
     chosen = choice.backward(case, of_lse=dlse is not None)
@@ -187,9 +188,9 @@ def _backward(
     if chosen == "cudnn":
         assert program is not None and program.scale is not None
         found = [*compat_attention.cudnn_backward(
-            _into(torch.empty_like(out), do), q, k, v, out, lse, bool(program.keep), program.scale
+            _laid(do, out), q, k, v, out, lse, bool(program.keep), program.scale
         )]  # fmt: skip
-        dinputs = [zero for zero in inputs]
+        dinputs = []  # there are no inputs
     elif chosen == "kernel":
         from inductor_ext.templates import attention_backward_launch as launch
 
@@ -209,11 +210,12 @@ def _backward(
         *found, dinputs = composed.backward(
             do, dlse, q, k, v, inputs, numbers, score, needed
         )  # fmt: skip
-    results = [
-        _spread(place, part) if need else place
-        for place, part, need in zip((dq, dk, dv, *own), (*found, *dinputs), needed, strict=True)
-    ]
-    return results[0], results[1], results[2], results[3:]
+    dq, dk, dv = (
+        _laid(part, t) if need else t.new_empty(0)
+        for part, t, need in zip(found, (q, k, v), needed, strict=False)
+    )
+    others = zip(dinputs, given, needed[3:], strict=True)
+    return dq, dk, dv, [_spread(part, x) if need else x.new_empty(0) for part, x, need in others]
 
 
 def _places(
@@ -236,12 +238,13 @@ def _collapsed(x: Tensor) -> Tensor:
     return x
 
 
-def _spread(place: Tensor, found: Tensor) -> Tensor:
-    """A gradient in its place. Of that of an expanded input only the sum along those dimensions
+def _spread(found: Tensor, x: Tensor) -> Tensor:
+    """An input's gradient, dense. Of that of an expanded input only the sum along those dimensions
     means anything: it is at the first place, as a slice's would be."""
-    if place.shape == found.shape:
-        return _into(place, found)
-    whole = place.zero_()
+    if found.shape == x.shape and found.dtype == x.dtype and found.is_contiguous():
+        return found
+    whole = x.new_zeros(x.shape)
+    place = whole
     for dim in range(4):
         place = place.narrow(dim, 0, found.shape[dim])
     place.copy_(found)
@@ -307,7 +310,7 @@ def _ragged(
                 q, k, v, inputs, numbers, program, float32_precision(),
                 lengths=lengths.to(torch.int32), block_table=table,
             )  # fmt: skip
-            return _into(_like(q, v.shape[-1]), out), lse.contiguous()
+            return _laid(out, q), lse.contiguous()
     if block_table is not None:
         k, v = gathered(k, block_table), gathered(v, block_table)
     score, inputs = options_of.with_lengths(score, lengths, inputs)
