@@ -95,7 +95,7 @@ class _Backward:
     def __init__(
         self, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, out: Tensor,
-        lse: Tensor, precision: str,
+        lse: Tensor, precision: str, keep_dlse: bool = False,
     ) -> None:  # fmt: skip
         self.program, self.inputs, self.numbers = program, inputs, numbers
         self.q, self.k, self.v, self.do = map(dense, (q, k, v, do))
@@ -107,6 +107,7 @@ class _Backward:
         self.padded = triton.cdiv(self.rows, ROWS) * ROWS
         self.described = describable(program, inputs)
         self.delta = self.fp32(2, *q.shape[:2], self.padded)
+        self.dlse = self.fp32(*q.shape[:2], self.padded) if keep_dlse else None
         self._statistics(dense(out), lse.contiguous(), dlse)
 
     def form(self, **parts: Any) -> Form:
@@ -123,7 +124,7 @@ class _Backward:
         block = max(1, 4096 // columns)
         programs = triton.cdiv(self.padded, block) * self.batches * self.heads
         wrap_triton(statistics_kernel)[(programs,)](
-            out, self.do, lse, dlse, *self.delta, self.rows, self.padded, self.heads,
+            out, self.do, lse, dlse, *self.delta, self.dlse, self.rows, self.padded, self.heads,
             *out.stride()[:3], *self.do.stride()[:3], *dlse_strides,
             VALUE=out.shape[3], COLUMNS=columns, ROWS=block, num_warps=4,
         )  # fmt: skip
@@ -197,6 +198,7 @@ class _Backward:
         if dq is not None:
             values |= Operand("dq", dq.shape[3]).values(dq, 0)
         values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
+        values |= {"lse_grad_ptr": self.dlse} if sums else {}
         values |= self._documents("q", chosen.block_m)
         programs = triton.cdiv(self.rows, chosen.block_m) * heads
         self._launch(rows_kernel(self.program, form), programs, values, chosen)
@@ -256,7 +258,8 @@ def backward(
         for i in wanted:
             grads[i] = torch.zeros_like(inputs[i])
         return dq, dk, dv, grads
-    call = _Backward(do, dlse, q, k, v, inputs, numbers, program, out, lse, precision)
+    by_rows = any(gradient_axis(program.inputs[i].axes) == "rows" for i in wanted)
+    call = _Backward(do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows)
     sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}, "pairs": {}}
     for i in wanted:
         axes = program.inputs[i].axes
