@@ -321,7 +321,7 @@ def _keys(program: Program, form: Form) -> str:
         key.at("b", "kv_head"),
         value.at("b", "kv_head"),
         _loaded(key, "k_start", "BLOCK_N", "columns"),
-        _loaded(value, "k_start", "BLOCK_N", "columns"),
+        _loaded(value, "k_start", "BLOCK_N", "columns") if form.dk or form.inputs else "",
         *zeros,
         "" if documents else over.head,
         "for member in range(0, group):",

@@ -31,7 +31,8 @@ ROWS = 128  # the most query rows of a tile
 @dataclass(frozen=True)
 class Tiling:
     """Query rows and keys of a tile, warps, pipeline stages; ``merged``, ``early``: as in ``Form``;
-    ``near``: MiB that heads which take turns stream, which should stay in the L2."""
+    ``near``: MiB that heads which take turns stream, which should stay in the L2; ``apart``: dk and
+    dv by two launches, of half the registers each."""
 
     block_m: int
     block_n: int
@@ -40,6 +41,7 @@ class Tiling:
     merged: bool = False
     early: bool = False
     near: int = 32
+    apart: bool = False
 
 
 def _width(dim: int) -> int:
@@ -52,7 +54,7 @@ def keys_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     if dtype == torch.float32:
         return Tiling(16, 16, 4, 1) if widest > 128 else Tiling(32, 32, 4, 1)
     if widest > 256:
-        return Tiling(32, 64, 8, 1)
+        return Tiling(32, 64, 8, 1, apart=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True, early=True)
     return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
@@ -168,6 +170,9 @@ class _Backward:
         self, dk: Tensor | None, dv: Tensor | None, sums: dict[int, Tensor], chosen: Tiling
     ) -> None:
         """dk, dv, and ``sums`` [B, Hq, Sk] of the inputs along keys."""
+        if chosen.apart and dk is not None and dv is not None:
+            self.keys(None, dv, {}, chosen)
+            dv = None
         form = self.form(
             dk=() if dk is None else tuple(range(len(pieces(self.q.shape[3])))),
             dv=() if dv is None else tuple(range(len(pieces(self.v.shape[3])))),
