@@ -76,6 +76,12 @@ class Form:
     early: bool = False
 
     @property
+    def again(self) -> bool:
+        """Whether what a program holds is loaded anew for each tile: fp32 in parts of TF32 would
+        else be held in registers, and spill."""
+        return self.precision == "tf32x3"
+
+    @property
     def operands(self) -> tuple[Operand, Operand, Operand, Operand]:
         q, k, v, do = self.tma
         return (
@@ -241,6 +247,7 @@ def _keys_body(program: Program, form: Form, masked: str) -> str:
             f"dp = {product(*operands, options, start)}",
         )
     lines = [
+        _held_keys(form) if form.again else "",
         _loaded(query, "q_start", "BLOCK_M", limit),
         _loaded(out_grad, "q_start", "BLOCK_M", limit),
         f"s = {product(_names(key), _transposed(_names(query)), options)}",
@@ -260,6 +267,14 @@ def _keys_body(program: Program, form: Form, masked: str) -> str:
         lines.append("narrow_ds = ds.to(query0.dtype)")
     for i in form.dk:
         lines.append(f"dk{i} = tl.dot(narrow_ds, query{i}, dk{i}{options})")
+    return joined(*lines)
+
+
+def _held_keys(form: Form) -> str:
+    _, key, value, _ = form.operands
+    lines = [_loaded(key, "k_start", "BLOCK_N", "columns")]
+    if form.dk or form.inputs:
+        lines.append(_loaded(value, "k_start", "BLOCK_N", "columns"))
     return joined(*lines)
 
 
@@ -320,8 +335,7 @@ def _keys(program: Program, form: Form) -> str:
         "k1 = tl.minimum(k_start + BLOCK_N, columns) - 1",
         key.at("b", "kv_head"),
         value.at("b", "kv_head"),
-        _loaded(key, "k_start", "BLOCK_N", "columns"),
-        _loaded(value, "k_start", "BLOCK_N", "columns") if form.dk or form.inputs else "",
+        "" if form.again else _held_keys(form),
         *zeros,
         "" if documents else over.head,
         "for member in range(0, group):",
@@ -354,6 +368,7 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
     operands = _names(out_grad), _transposed(_names(value))
     given = f"dp = {product(*operands, options, start)}"
     lines = [
+        _held_rows(form) if form.again else "",
         _loaded(key, "k_start", "BLOCK_N", limit),
         _loaded(value, "k_start", "BLOCK_N", limit),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
@@ -388,6 +403,12 @@ def _corrected(form: Form) -> str:
     lines += [f"sum{i} += off * weight{i}" for i in form.inputs]
     lines += [f"tl.store(sum{i}_ptr + row_at + at, sum{i})" for i in form.inputs]
     return joined("at = q_start + tl.arange(0, BLOCK_M)", *lines) if form.inputs else ""
+
+
+def _held_rows(form: Form) -> str:
+    query, *_, out_grad = form.operands
+    rows = "q_start", "BLOCK_M", "rows"
+    return joined(_loaded(query, *rows), _loaded(out_grad, *rows))
 
 
 def rows_parameters(program: Program, form: Form) -> list[str]:
@@ -430,8 +451,7 @@ def _rows(program: Program, form: Form) -> str:
         "row_at = tl.cast(row, tl.int64) * padded",
         _statistic(form, "shift", "[:, None]"),
         _statistic(form, "delta", "[:, None]"),
-        _loaded(query, "q_start", "BLOCK_M", "rows"),
-        _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
+        "" if form.again else _held_rows(form),
         *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
         *(f"{name} = tl.zeros([BLOCK_M], tl.float32)" for name in sums),
         _hull(program, "q_start // BLOCK_M"),

@@ -52,7 +52,8 @@ def keys_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of dk and dv."""
     widest = max(_width(head), _width(value))
     if dtype == torch.float32:
-        return Tiling(16, 16, 4, 1) if widest > 128 else Tiling(32, 32, 4, 1)
+        rows = 32 if widest <= 128 else 16
+        return Tiling(rows, 64, 8, 1, merged=True, apart=widest > 64)
     if widest > 256:
         return Tiling(32, 64, 8, 1, apart=True)
     if widest > 128:
@@ -64,9 +65,9 @@ def rows_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of dq."""
     widest = max(_width(head), _width(value))
     if dtype == torch.float32:
-        return Tiling(16, 16, 4, 1) if widest > 128 else Tiling(32, 32, 4, 1)
+        return Tiling(64, 32 if widest <= 128 else 16, 8, 1, merged=True)
     if widest > 256:
-        return Tiling(64, 32, 8, 1)
+        return Tiling(64, 32, 8, 1, merged=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True)
     return Tiling(128, 64, 8, 3, merged=True) if widest > 64 else Tiling(64, 64, 4, 3, merged=True)
