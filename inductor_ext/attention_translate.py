@@ -70,6 +70,7 @@ def _program(
     (result,) = builder.merge(graph, values)
     keep, score = _kept(builder, result)
     score = builder.convert(score, torch.float32)
+    documents, apart = _documents(keep, inputs)
     traced = _with_inputs(GradientBuilder, inputs, numbers)
     ds, others = gradients(traced, score, inputs)
 
@@ -83,15 +84,16 @@ def _program(
     return Program(
         inputs=inputs,
         numbers=numbers,
-        scale=_scale(builder, score),
+        scale=_factor(score, builder.inputs["s"]),
         score=r.text(),
         keep=_keep_text(keep),
-        row_spans=spans(keep, "k"),
-        column_spans=spans(keep, "q"),
-        documents=_documents(keep, inputs),
+        row_spans=spans(apart, "k"),
+        column_spans=spans(apart, "q"),
+        documents=documents,
         gradient=d.text(),
         differentiable=tuple(others),
         empty=empty,
+        slope=_factor(ds, traced.inputs["g"]),
     )
 
 
@@ -219,8 +221,12 @@ def _excludes(value: Value, finite: bool) -> bool:
     return value.value == -float("inf") or (finite and value.value <= least)
 
 
-def _documents(keep: Condition, inputs: Sequence[Input]) -> tuple[int, int] | None:
-    for part in keep.parts if isinstance(keep, And) else (keep,):
+def _documents(
+    keep: Condition, inputs: Sequence[Input]
+) -> tuple[tuple[int, int] | None, Condition]:
+    """The inputs of which equality is kept, and what is kept besides."""
+    parts = keep.parts if isinstance(keep, And) else (keep,)
+    for part in parts:
         if not isinstance(part, Atom) or part.kind != "==" or part.number.constant:
             continue
         terms = part.number.terms
@@ -232,8 +238,8 @@ def _documents(keep: Condition, inputs: Sequence[Input]) -> tuple[int, int] | No
                 continue
             rows, columns = inputs[i].axes, inputs[j].axes
             if "q" in rows and "k" not in rows and "k" in columns and "q" not in columns:
-                return i, j
-    return None
+                return (i, j), all_of(p for p in parts if p is not part)
+    return None, keep
 
 
 def _input_number(symbol: Symbol) -> int | None:
@@ -249,12 +255,16 @@ def _input_number(symbol: Symbol) -> int | None:
 # --- units ----------------------------------------------------------------------------------------
 
 
-def _scale(builder: Builder, score: Value) -> float | None:
-    if score is builder.inputs["s"]:
+def _factor(value: Value, of: Any) -> float | None:
+    """The number that a value is ``of`` times; None where it is not."""
+    if value is of:
         return 1.0
-    if packet(score) is aten.mul and score.args[0] is builder.inputs["s"]:
-        factor = builder.constant(score.args[1])
-        return float(factor.value) if isinstance(factor, Const) else None
+    if (
+        packet(value) is aten.mul
+        and value.args[0] is of
+        and isinstance(value.args[1], (int, float))
+    ):
+        return float(value.args[1])
     return None
 
 

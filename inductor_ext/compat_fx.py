@@ -120,7 +120,11 @@ def pointwise_graph(fn: Any, tensors: Any) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     fake = functools.partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
-    functional = torch.func.functionalize(fake(fn)(*tensors), remove="mutations")
+    traced = fake(fn)(*tensors)
+    targets = [n.target for n in traced.graph.nodes if n.op == "call_function"]
+    if not any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
+        return traced.graph
+    functional = torch.func.functionalize(traced, remove="mutations")
     return fake(functional)(*tensors).graph
 
 

@@ -214,6 +214,11 @@ class Builder:
             kind, operands = _SWAPPED.get(kind, kind), operands[::-1]
         if kind in _COMMUTATIVE:
             operands = tuple(sorted(operands, key=_order))
+        if kind is aten.mul and len(operands) == 2:
+            for condition, other in (operands, operands[::-1]):
+                if dtype_of(condition) == torch.bool and self._is_finite(other):
+                    dtype = self._promoted(operands)
+                    return self._where(condition, self.convert(other, dtype), Const(0.0, dtype))
         simple = self._simplified(kind, *operands)
         if simple is not None:
             return simple
@@ -234,6 +239,11 @@ class Builder:
             return value
         if dtype_of(value) == torch.bool and dtype.is_floating_point:
             return self._where(value, Const(1.0, dtype), Const(0.0, dtype))
+        if packet(value) is aten.where and dtype.is_floating_point:
+            condition, *branches = self._operands(value)
+            if all(isinstance(b, Const) for b in branches):
+                branches = [Const(b.value, dtype_of(value)) for b in branches]
+                return self._where(condition, *(self.convert(b, dtype) for b in branches))
         if packet(value) is aten._to_copy and _keeps(
             value.args[0].meta["val"].dtype, dtype_of(value)
         ):
@@ -339,6 +349,15 @@ class Builder:
             given[nodes[0]] = Const(branch.value, dtype)
             results.append(self._folded(kind, tuple(given), op))
         return self._where(condition, *results)
+
+    def _is_finite(self, value: Value) -> bool:
+        """Whether a value is surely a finite floating-point number: made of constants."""
+        if isinstance(value, Const):
+            return isinstance(value.value, float) and math.isfinite(value.value)
+        if packet(value) is not aten.where or not dtype_of(value).is_floating_point:  # type: ignore[union-attr]
+            return False
+        branches = [Const(float(a)) if isinstance(a, (int, float)) else a for a in value.args[1:]]
+        return all(self._is_finite(self.constant(b)) for b in branches)
 
     def _folded(self, kind: Any, operands: tuple[Value, ...], op: Any) -> Const:
         tensors = [

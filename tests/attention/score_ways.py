@@ -162,6 +162,9 @@ SCORES = {
     "least of bf16": lambda s, q, k, **_: (
         (s * 0.1).bfloat16() + (1.0 - (k <= q).bfloat16()) * torch.finfo(torch.bfloat16).min
     ),
+    "a triangle times a mask": lambda s, q, k, n, **_: (
+        s * 0.1 + where(k > q, torch.full_like(s, LEAST), 0.0) * (k > n[0])
+    ),
     "least, perhaps everywhere": lambda s, x, **_: where(x[2], s * 0.1, LEAST),
     "clamped": lambda s, **_: s.clamp(-1, 1.5),
     "not itself": lambda s, q, k, **_: where(q != k, s),
