@@ -316,14 +316,9 @@ class Loops:
         """``turns``: so many times over, in one loop; ``turn`` says which it is."""
         return self._loop(self.starts[0], self.counts[0], body, options, turns)
 
-    def partial(
-        self, body: str, options: str = "num_stages=STAGES", extra: str = "", turns: str = ""
-    ) -> str:
-        """``extra``: where one more step behind the last is, "" for none."""
-        start, count = self.starts[1], self.counts[1]
-        if extra:
-            start, count = f"tl.where(step < {count}, {start}, {extra})", f"{count} + 1"
-        return self._loop(start, count, body, options, turns)
+    def partial(self, body: str, options: str = "num_stages=STAGES", turns: str = "") -> str:
+        """As ``full``, of the others."""
+        return self._loop(self.starts[1], self.counts[1], body, options, turns)
 
     def merged(self, body: str, options: str = "num_stages=STAGES") -> str:
         """One loop over all tiles; the first ``whole`` of its ``step`` are kept whole."""
