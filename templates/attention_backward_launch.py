@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .attention_text import Operand, by_tma, describable, pieces, score_values
 ROWS = 128  # the most query rows of a tile
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Tiling:
     """Query rows and keys of a tile, warps, pipeline stages; ``merged``, ``early``: as in ``Form``;
     ``near``: MiB that heads which take turns stream, which should stay in the L2; ``apart``: dk and
@@ -75,9 +76,42 @@ def rows_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
 
 def pairs_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of the gradient of an input along rows and keys."""
-    if dtype == torch.float32 or max(_width(head), _width(value)) > 256:
+    widest = max(_width(head), _width(value))
+    if dtype == torch.float32:
         return Tiling(32, 32, 4, 1)
-    return Tiling(64, 64, 4, 1)
+    return Tiling(64, 64, 4, 1) if widest > 128 else Tiling(128, 64, 8, 2)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def fitted(
+    chosen: Tiling, held: int, moving: int, pair: int, limit: int, keys_held: bool
+) -> Tiling:
+    """The tiling, or one with fewer stages, then fewer rows or keys, whose tiles fit into ``limit``
+    bytes: ``held`` bytes of a row or key of the tile that stays (a tile of keys if ``keys_held``),
+    ``moving`` of one that is streamed, ``pair`` of a pair of both."""
+    while True:
+        stays, streams = chosen.block_m, chosen.block_n
+        if keys_held:
+            stays, streams = streams, stays
+        each = moving * streams + pair * stays * streams
+        exchanged = 2 * stays * streams + 2048
+        if held * stays + each * chosen.stages + exchanged <= limit:
+            return chosen
+        if chosen.stages > 1:
+            chosen = dataclasses.replace(chosen, stages=chosen.stages - 1)
+        elif max(stays, streams) == 16:
+            return chosen
+        elif (stays >= streams) != keys_held:
+            chosen = dataclasses.replace(chosen, block_m=chosen.block_m // 2)
+        else:
+            chosen = dataclasses.replace(chosen, block_n=chosen.block_n // 2)
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -174,6 +208,7 @@ class _Backward:
         if chosen.apart and dk is not None and dv is not None:
             self.keys(None, dv, {}, chosen)
             dv = None
+        chosen = self._fitted(chosen, True)
         form = self.form(
             dk=() if dk is None else tuple(range(len(pieces(self.q.shape[3])))),
             dv=() if dv is None else tuple(range(len(pieces(self.v.shape[3])))),
@@ -194,6 +229,7 @@ class _Backward:
 
     def queries(self, dq: Tensor | None, sums: dict[int, Tensor], chosen: Tiling) -> None:
         """dq, and ``sums`` [B, Hq, padded] of the inputs along rows or neither."""
+        chosen = self._fitted(chosen, False)
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
             inputs=tuple(sums), merged=chosen.merged, early=chosen.early,
@@ -211,6 +247,7 @@ class _Backward:
 
     def pairs(self, i: int, grad: Tensor, chosen: Tiling) -> None:
         """The gradient of input ``i``, whose axes have rows and columns."""
+        chosen = self._fitted(chosen, False, held=False)
         form = self.form(inputs=(i,))
         values = self._given(form, chosen.block_m, chosen.block_n)
         values |= {"together": 1, "batches": self.batches, "grad_ptr": grad}
@@ -218,6 +255,17 @@ class _Backward:
         self._launch(
             pairs_kernel(self.program, form), tiles * math.prod(grad.shape[:2]), values, chosen
         )
+
+    def _fitted(self, chosen: Tiling, keys_held: bool, held: bool = True) -> Tiling:
+        """``chosen``, or what fits; ``held``: one side stays while the other is streamed."""
+        size = self.q.element_size()
+        each = size * (_width(self.q.shape[3]) + _width(self.v.shape[3]))
+        pair = sum(self.inputs[i].element_size() for i in self.described)
+        limit = _shared_bytes(self.q.device)
+        if held:
+            return fitted(chosen, each, each + 8, pair, limit, keys_held)
+        blocks = chosen.block_m * chosen.stages * each  # streamed as well
+        return fitted(chosen, 0, each, pair, limit - blocks, keys_held)
 
     def _documents(self, axis: str, block: int) -> dict[str, Any]:
         if not self.program.documents:
