@@ -408,15 +408,14 @@ def kernel_of(
     """The function ``name`` as a Triton kernel. ``unspecialised``: numbers whose value must not
     cause another compilation."""
     given = ", ".join([*parameters, *(f"{c}: tl.constexpr" for c in constants)])
-    fixed = ", ".join(repr(u) for u in unspecialised)
-    decorator = f"@triton.jit(do_not_specialize=[{fixed}])" if fixed else "@triton.jit"
-    source = f"{decorator}\ndef {name}({given}):\n{indented(body)}\n"
+    source = f"def {name}({given}):\n{indented(body)}\n"
     file = f"<inductor_ext {name} {next(_numbers)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     scope = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": f"inductor_ext_{name}"}
     scope |= helpers or {}
     exec(compile(source, file, "exec"), scope)
-    return scope[name]
+    # Not by the decorator, which makes another kind of kernel while Triton interprets: it is kept.
+    return triton.JITFunction(scope[name], do_not_specialize=list(unspecialised))
 
 
 _numbers = iter(range(1 << 62))

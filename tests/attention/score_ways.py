@@ -4,6 +4,7 @@ import operator
 import types
 
 import torch
+from hypothesis import strategies as st
 from inductor_ext.templates.attention_program import Input
 
 from inductor_ext.attention_score import write
@@ -176,3 +177,59 @@ SCORES = {
     "written in place": lambda s, k, n, x, **_: (s * 2).masked_fill_(x[2], -INF).add_(x[1]),
     "no keys": lambda s, k, **_: where(k < 0, s),
 }
+
+
+class Conditions:
+    """Builds the text of a random condition with ``draw``."""
+
+    def __init__(self, draw):
+        self.draw, self.lines = draw, []
+
+    def line(self, call):
+        self.lines.append(f"v{len(self.lines)} = {call}")
+        return f"v{len(self.lines) - 1}"
+
+    def number(self):
+        """An affine number, perhaps divided."""
+        total = self.draw(st.sampled_from(["q", "k", "k"]))
+        for _ in range(self.draw(st.integers(0, 2))):
+            op = self.draw(st.sampled_from(["add.Tensor", "sub.Tensor"]))
+            other = self.draw(st.sampled_from(["q", "k", "n0", "rows", "columns", "x1", 2, -3]))
+            total = self.line(f"{op}({total}, {other})")
+        if self.draw(st.booleans()):
+            by = self.draw(
+                st.sampled_from(
+                    ["mul.Tensor({}, 2)", "floor_divide.default({}, 3)", "neg.default({})"]
+                )
+            )
+            total = self.line(by.format(total))
+        return total
+
+    def condition(self, depth):
+        kind = (
+            self.draw(st.sampled_from(["compare"] * 3 + ["and", "or", "and", "not", "mask"]))
+            if depth
+            else "compare"
+        )
+        if kind == "compare":
+            op = self.draw(st.sampled_from(["lt", "le", "gt", "ge", "eq", "ne"]))
+            if self.draw(st.booleans()):
+                return self.line(
+                    f"{op}.Tensor({self.number()}, {self.draw(st.sampled_from('qk'))})"
+                )
+            return self.line(f"{op}.Scalar({self.number()}, {self.draw(st.integers(-4, 6))})")
+        if kind == "mask":
+            return "x0"
+        if kind == "not":
+            return self.line(f"logical_not.default({self.condition(depth - 1)})")
+        return self.line(
+            f"bitwise_{kind}.Tensor({self.condition(depth - 1)}, {self.condition(depth - 1)})"
+        )
+
+
+@st.composite
+def texts(draw):
+    found = Conditions(draw)
+    condition = found.condition(3)
+    last = found.line(f"where.ScalarOther({condition}, s, -inf)")
+    return "; ".join([*found.lines, last])
