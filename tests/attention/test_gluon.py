@@ -18,10 +18,10 @@ from inductor_ext.testing.gluon import gluon_binary
 from inductor_ext.testing.gluon_interpreter import interpret
 
 BF16, FP16 = torch.bfloat16, torch.float16
-CAUSAL = Program(
-    scale=0.125, keep="keep = k <= q", row_spans=(Span("0", "q1 + 1", "0", "q0 + 1"),)
+CAUSAL = Program(scale=0.125, keep="keep = k <= q", row_spans=(Span("0", "q1 + 1", "0", "q0 + 1"),))
+CAUSAL_TEXT = (
+    "v0 = mul.Tensor(s, 0.125); v1 = le.Tensor(k, q); v2 = where.ScalarOther(v1, v0, -inf); v2"
 )
-CAUSAL_TEXT = "v0 = mul.Tensor(s, 0.125); v1 = le.Tensor(k, q); v2 = where.ScalarOther(v1, v0, -inf); v2"
 FULL_TEXT = "v0 = mul.Tensor(s, 0.125); v0"
 
 
