@@ -145,6 +145,7 @@ SCORES = {
     "prefix": lambda s, q, k, n, **_: where((k < n[0]) | (k <= q), s * 0.1),
     "documents": lambda s, q, k, x, **_: where((x[4] == x[0]) & (k <= q), s * 0.1),
     "chunks": lambda s, q, k, **_: where((q // 4 == k // 4) & (k <= q), s),
+    "later chunks": lambda s, q, k, **_: where((q // 4 >= 1) | (k < 3), s),
     "chunks by a remainder": lambda s, q, k, **_: where(k >= q - q % 4, s),
     "padding": lambda s, k, x, **_: where(k < x[5], s * 0.1),
     "loaded mask": lambda s, q, k, x, **_: where(x[2] & (k <= q), s * 0.1),
