@@ -74,7 +74,10 @@ TRIED: dict[int, dict[str, list[Options]]] = {
     256: {
         "keys": [
             *_tile(64, 64, 8, 1, 2, forms=FORMS[2:]), *_tile(32, 64, 8, 2, 3),
-            *_tile(64, 64, 8, 2, forms=FORMS[:1]), *_tile(32, 128, 8, 1),
+            *_tile(64, 64, 8, 2, forms=FORMS[:1]),
+            (64, 64, 8, 2, True, False, 32, True), (64, 64, 8, 2, False, False, 32, True),
+            (32, 128, 8, 2, True, False, 32, True), (64, 64, 4, 2, True, False, 32, True),
+            (64, 128, 8, 1, True, False, 32, True),
         ],
         "rows": [
             *_tile(64, 64, 8, 2, forms=FORMS[2:]), *_tile(64, 64, 4, 1, 2), *_tile(128, 32, 8, 2),
@@ -87,8 +90,9 @@ TRIED: dict[int, dict[str, list[Options]]] = {
 def label(options: Options) -> str:
     """Options in one word."""
     more = [name for name, on in zip(("merged", "early"), options[4:6], strict=True) if on]
-    near = [f"near={options[6]}"] if options[6:] else []
-    return " ".join(["x".join(map(str, options[:4])), *more, *near])
+    near = [f"near={options[6]}"] if options[6:7] not in ((), (32,)) else []
+    apart = ["apart"] if options[7:] == (True,) else []
+    return " ".join(["x".join(map(str, options[:4])), *more, *near, *apart])
 
 
 def program_of(causal: bool, d: int) -> Any:
@@ -273,7 +277,7 @@ def tasks(cases: Sequence[Case]) -> list[tuple[Any, ...]]:
     for case in cases:
         for part, tried in TRIED[case[5]].items():
             for options in tried:
-                found[case[5:], part, options[:6]] = (case, part, options)
+                found[case[5:], part, options[:6], options[7:]] = (case, part, options)
     return list(found.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -321,17 +322,26 @@ class _Translator(scan_pointwise.Translator):
     def rule(self, node: Any) -> Any:
         quick = _QUICK.get(packet(node))
         if node.meta.get("saturates"):  # rounded towards 0, what is finite stays so
-            quick = f"libdevice.mul_rz({{}}, {node.args[1]!r})"
+            quick = _instruction(f"mul.rz.f32 $0, $1, 0f{_bits(node.args[1])};")
         if quick is None:
             return super().rule(node)
         return lambda t, node: quick.replace("{}", t.operand(node.args[0], torch.float32))
 
 
+def _instruction(text: str) -> str:
+    """An instruction of one operand, ``{}``."""
+    options = "dtype=tl.float32, is_pure=True, pack=1"
+    return f'tl.inline_asm_elementwise("{text}", "=f,f", [{{}}], {options})'
+
+
+def _bits(number: Any) -> str:
+    return struct.pack(">f", number).hex().upper()
+
+
 _QUICK = {
     aten.exp: "tl.exp({})",
     aten.exp2: "tl.exp2({})",
-    aten.tanh: 'tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [{}], '
-    "dtype=tl.float32, is_pure=True, pack=1)",
+    aten.tanh: _instruction("tanh.approx.f32 $0, $1;"),
 }
 
 

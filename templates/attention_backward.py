@@ -76,6 +76,12 @@ class Form:
     early: bool = False
 
     @property
+    def again(self) -> bool:
+        """Whether what a program holds is loaded anew for each tile: fp32 in parts of TF32 would
+        else be held in registers, and spill."""
+        return self.precision == "tf32x3"
+
+    @property
     def operands(self) -> tuple[Operand, Operand, Operand, Operand]:
         q, k, v, do = self.tma
         return (
@@ -88,11 +94,13 @@ class Form:
 
 @triton.jit
 def statistics_kernel(
-    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, rows, padded, heads, out_b,
-    out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h, lse_grad_s,
+    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, kept_ptr, rows, padded,
+    heads, out_b, out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h,
+    lse_grad_s,
     VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta and lse2 [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` 0 and inf."""
+    """delta, lse2 and dlse [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` they are
+    0, inf and 0, as for a row without keys."""
     tiles = tl.cdiv(padded, ROWS)
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b = bh // heads
@@ -107,11 +115,15 @@ def statistics_kernel(
     out = tl.load(out_at + at * out_s + column, inside, other=0.0)
     given = tl.load(given_at + at * out_grad_s + column, inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * given.to(tl.float32), 1)
-    if lse_grad_ptr is not None:
-        where = b * lse_grad_b + h * lse_grad_h + q.to(tl.int64) * lse_grad_s
-        delta -= tl.load(lse_grad_ptr + where, there, other=0.0)
     lse = tl.load(lse_ptr + bh * rows + q, there, other=float("-inf"))
     empty = lse == float("-inf")
+    lse_grad = tl.zeros([ROWS], tl.float32)
+    if lse_grad_ptr is not None:
+        where = b * lse_grad_b + h * lse_grad_h + q.to(tl.int64) * lse_grad_s
+        lse_grad = tl.load(lse_grad_ptr + where, there & ~empty, other=0.0)
+    delta -= lse_grad
+    if kept_ptr is not None:
+        tl.store(kept_ptr + bh * padded + q, lse_grad, q < padded)
     tl.store(delta_ptr + bh * padded + q, tl.where(empty, 0.0, delta), q < padded)
     shift = tl.where(empty, float("inf"), lse * 1.4426950408889634)
     tl.store(shift_ptr + bh * padded + q, shift, q < padded)
@@ -235,6 +247,7 @@ def _keys_body(program: Program, form: Form, masked: str) -> str:
             f"dp = {product(*operands, options, start)}",
         )
     lines = [
+        _held_keys(form) if form.again else "",
         _loaded(query, "q_start", "BLOCK_M", limit),
         _loaded(out_grad, "q_start", "BLOCK_M", limit),
         f"s = {product(_names(key), _transposed(_names(query)), options)}",
@@ -249,12 +262,19 @@ def _keys_body(program: Program, form: Form, masked: str) -> str:
         lines.append(f"dv{i} = tl.dot(narrow, out_grad{i}, dv{i}{options})")
     if given:
         lines += ["" if form.early else given, "g = p * dp", _gradient(program, form.inputs)]
-    for i in form.inputs:
-        lines.append(f"sum{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)")
+    lines.append(_summed("sum", form))
     if form.dk:
         lines.append("narrow_ds = ds.to(query0.dtype)")
     for i in form.dk:
         lines.append(f"dk{i} = tl.dot(narrow_ds, query{i}, dk{i}{options})")
+    return joined(*lines)
+
+
+def _held_keys(form: Form) -> str:
+    _, key, value, _ = form.operands
+    lines = [_loaded(key, "k_start", "BLOCK_N", "columns")]
+    if form.dk or form.inputs:
+        lines.append(_loaded(value, "k_start", "BLOCK_N", "columns"))
     return joined(*lines)
 
 
@@ -315,8 +335,7 @@ def _keys(program: Program, form: Form) -> str:
         "k1 = tl.minimum(k_start + BLOCK_N, columns) - 1",
         key.at("b", "kv_head"),
         value.at("b", "kv_head"),
-        _loaded(key, "k_start", "BLOCK_N", "columns"),
-        _loaded(value, "k_start", "BLOCK_N", "columns"),
+        "" if form.again else _held_keys(form),
         *zeros,
         "" if documents else over.head,
         "for member in range(0, group):",
@@ -349,6 +368,7 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
     operands = _names(out_grad), _transposed(_names(value))
     given = f"dp = {product(*operands, options, start)}"
     lines = [
+        _held_rows(form) if form.again else "",
         _loaded(key, "k_start", "BLOCK_N", limit),
         _loaded(value, "k_start", "BLOCK_N", limit),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
@@ -359,13 +379,36 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
         "g = p * dp",
         _gradient(program, form.inputs),
     ]
-    for i in form.inputs:
-        lines.append(f"sum{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)")
     if form.dq:
         lines.append("narrow_ds = ds.to(key0.dtype)")
     for i in form.dq:
         lines.append(f"dq{i} = tl.dot(narrow_ds, key{i}, dq{i}{options})")
+    if form.inputs:
+        lines += [_summed("sum", form), "sum_g += tl.sum(g, 1)"]
+        lines += ["g = p", program.gradient, _summed("weight", form)]
     return joined(*lines)
+
+
+def _summed(name: str, form: Form) -> str:
+    return "\n".join(f"{name}{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)" for i in form.inputs)
+
+
+def _corrected(form: Form) -> str:
+    """Row sums of inputs' gradients with the delta of this very sum.
+
+    delta is made of an output that was rounded, an error that all of a row shares, which averages
+    out in sums along other axes. Here the sum of p dP - delta, which is dlse, tells it, and a
+    gradient is linear in g: that of g = p says what the error has added."""
+    lines = ["off = tl.load(lse_grad_ptr + row_at + at) - sum_g"]
+    lines += [f"sum{i} += off * weight{i}" for i in form.inputs]
+    lines += [f"tl.store(sum{i}_ptr + row_at + at, sum{i})" for i in form.inputs]
+    return joined("at = q_start + tl.arange(0, BLOCK_M)", *lines) if form.inputs else ""
+
+
+def _held_rows(form: Form) -> str:
+    query, *_, out_grad = form.operands
+    rows = "q_start", "BLOCK_M", "rows"
+    return joined(_loaded(query, *rows), _loaded(out_grad, *rows))
 
 
 def rows_parameters(program: Program, form: Form) -> list[str]:
@@ -373,6 +416,7 @@ def rows_parameters(program: Program, form: Form) -> list[str]:
     if form.dq:
         names += Operand("dq", 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
+    names += ["lse_grad_ptr"] if form.inputs else []
     return [*names, *_given(program, form)]
 
 
@@ -381,6 +425,8 @@ def _rows(program: Program, form: Form) -> str:
     documents = "doc" if program.documents else ""
     over = loops(program.row_spans, "k", "columns", "BLOCK_N", hull=documents)
     ends = []
+    sums = [f"{name}{i}" for i in form.inputs for name in ("sum", "weight")]
+    sums += ["sum_g"] if sums else []
     if form.dq:
         result = Operand("dq", form.head)
         factor = _ds_factor(program, form.inputs)
@@ -405,18 +451,14 @@ def _rows(program: Program, form: Form) -> str:
         "row_at = tl.cast(row, tl.int64) * padded",
         _statistic(form, "shift", "[:, None]"),
         _statistic(form, "delta", "[:, None]"),
-        _loaded(query, "q_start", "BLOCK_M", "rows"),
-        _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
+        "" if form.again else _held_rows(form),
         *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
-        *(f"sum{i} = tl.zeros([BLOCK_M], tl.float32)" for i in form.inputs),
+        *(f"{name} = tl.zeros([BLOCK_M], tl.float32)" for name in sums),
         _hull(program, "q_start // BLOCK_M"),
         over.head,
         _tiles(over, form, functools.partial(_rows_body, program, form)),
         *ends,
-        *(
-            f"tl.store(sum{i}_ptr + row_at + q_start + tl.arange(0, BLOCK_M), sum{i})"
-            for i in form.inputs
-        ),
+        _corrected(form),
     )
 
 

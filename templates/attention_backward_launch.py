@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ from .attention_text import Operand, by_tma, describable, pieces, score_values
 ROWS = 128  # the most query rows of a tile
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Tiling:
     """Query rows and keys of a tile, warps, pipeline stages; ``merged``, ``early``: as in ``Form``;
-    ``near``: MiB that heads which take turns stream, which should stay in the L2."""
+    ``near``: MiB that heads which take turns stream, which should stay in the L2; ``apart``: dk and
+    dv by two launches, of half the registers each."""
 
     block_m: int
     block_n: int
@@ -40,6 +42,7 @@ class Tiling:
     merged: bool = False
     early: bool = False
     near: int = 32
+    apart: bool = False
 
 
 def _width(dim: int) -> int:
@@ -50,9 +53,10 @@ def keys_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of dk and dv."""
     widest = max(_width(head), _width(value))
     if dtype == torch.float32:
-        return Tiling(16, 16, 4, 1) if widest > 128 else Tiling(32, 32, 4, 1)
+        rows = 32 if widest <= 128 else 16
+        return Tiling(rows, 64, 8, 1, merged=True, apart=widest > 64)
     if widest > 256:
-        return Tiling(32, 64, 8, 1)
+        return Tiling(32, 64, 8, 1, apart=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True, early=True)
     return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
@@ -62,9 +66,9 @@ def rows_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of dq."""
     widest = max(_width(head), _width(value))
     if dtype == torch.float32:
-        return Tiling(16, 16, 4, 1) if widest > 128 else Tiling(32, 32, 4, 1)
+        return Tiling(64, 32 if widest <= 128 else 16, 8, 1, merged=True)
     if widest > 256:
-        return Tiling(64, 32, 8, 1)
+        return Tiling(64, 32, 8, 1, merged=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True)
     return Tiling(128, 64, 8, 3, merged=True) if widest > 64 else Tiling(64, 64, 4, 3, merged=True)
@@ -72,9 +76,42 @@ def rows_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
 
 def pairs_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of the gradient of an input along rows and keys."""
-    if dtype == torch.float32 or max(_width(head), _width(value)) > 256:
+    widest = max(_width(head), _width(value))
+    if dtype == torch.float32:
         return Tiling(32, 32, 4, 1)
-    return Tiling(64, 64, 4, 1)
+    return Tiling(64, 64, 4, 1) if widest > 128 else Tiling(128, 64, 8, 2)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def fitted(
+    chosen: Tiling, held: int, moving: int, pair: int, limit: int, keys_held: bool
+) -> Tiling:
+    """The tiling, or one with fewer stages, then fewer rows or keys, whose tiles fit into ``limit``
+    bytes: ``held`` bytes of a row or key of the tile that stays (a tile of keys if ``keys_held``),
+    ``moving`` of one that is streamed, ``pair`` of a pair of both."""
+    while True:
+        stays, streams = chosen.block_m, chosen.block_n
+        if keys_held:
+            stays, streams = streams, stays
+        each = moving * streams + pair * stays * streams
+        exchanged = 2 * stays * streams + 2048
+        if held * stays + each * chosen.stages + exchanged <= limit:
+            return chosen
+        if chosen.stages > 1:
+            chosen = dataclasses.replace(chosen, stages=chosen.stages - 1)
+        elif max(stays, streams) == 16:
+            return chosen
+        elif (stays >= streams) != keys_held:
+            chosen = dataclasses.replace(chosen, block_m=chosen.block_m // 2)
+        else:
+            chosen = dataclasses.replace(chosen, block_n=chosen.block_n // 2)
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -95,7 +132,7 @@ class _Backward:
     def __init__(
         self, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, out: Tensor,
-        lse: Tensor, precision: str,
+        lse: Tensor, precision: str, keep_dlse: bool = False,
     ) -> None:  # fmt: skip
         self.program, self.inputs, self.numbers = program, inputs, numbers
         self.q, self.k, self.v, self.do = map(dense, (q, k, v, do))
@@ -107,6 +144,7 @@ class _Backward:
         self.padded = triton.cdiv(self.rows, ROWS) * ROWS
         self.described = describable(program, inputs)
         self.delta = self.fp32(2, *q.shape[:2], self.padded)
+        self.dlse = self.fp32(*q.shape[:2], self.padded) if keep_dlse else None
         self._statistics(dense(out), lse.contiguous(), dlse)
 
     def form(self, **parts: Any) -> Form:
@@ -123,7 +161,7 @@ class _Backward:
         block = max(1, 4096 // columns)
         programs = triton.cdiv(self.padded, block) * self.batches * self.heads
         wrap_triton(statistics_kernel)[(programs,)](
-            out, self.do, lse, dlse, *self.delta, self.rows, self.padded, self.heads,
+            out, self.do, lse, dlse, *self.delta, self.dlse, self.rows, self.padded, self.heads,
             *out.stride()[:3], *self.do.stride()[:3], *dlse_strides,
             VALUE=out.shape[3], COLUMNS=columns, ROWS=block, num_warps=4,
         )  # fmt: skip
@@ -167,6 +205,10 @@ class _Backward:
         self, dk: Tensor | None, dv: Tensor | None, sums: dict[int, Tensor], chosen: Tiling
     ) -> None:
         """dk, dv, and ``sums`` [B, Hq, Sk] of the inputs along keys."""
+        if chosen.apart and dk is not None and dv is not None:
+            self.keys(None, dv, {}, chosen)
+            dv = None
+        chosen = self._fitted(chosen, True)
         form = self.form(
             dk=() if dk is None else tuple(range(len(pieces(self.q.shape[3])))),
             dv=() if dv is None else tuple(range(len(pieces(self.v.shape[3])))),
@@ -187,6 +229,7 @@ class _Backward:
 
     def queries(self, dq: Tensor | None, sums: dict[int, Tensor], chosen: Tiling) -> None:
         """dq, and ``sums`` [B, Hq, padded] of the inputs along rows or neither."""
+        chosen = self._fitted(chosen, False)
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
             inputs=tuple(sums), merged=chosen.merged, early=chosen.early,
@@ -197,12 +240,14 @@ class _Backward:
         if dq is not None:
             values |= Operand("dq", dq.shape[3]).values(dq, 0)
         values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
+        values |= {"lse_grad_ptr": self.dlse} if sums else {}
         values |= self._documents("q", chosen.block_m)
         programs = triton.cdiv(self.rows, chosen.block_m) * heads
         self._launch(rows_kernel(self.program, form), programs, values, chosen)
 
     def pairs(self, i: int, grad: Tensor, chosen: Tiling) -> None:
         """The gradient of input ``i``, whose axes have rows and columns."""
+        chosen = self._fitted(chosen, False, held=False)
         form = self.form(inputs=(i,))
         values = self._given(form, chosen.block_m, chosen.block_n)
         values |= {"together": 1, "batches": self.batches, "grad_ptr": grad}
@@ -210,6 +255,17 @@ class _Backward:
         self._launch(
             pairs_kernel(self.program, form), tiles * math.prod(grad.shape[:2]), values, chosen
         )
+
+    def _fitted(self, chosen: Tiling, keys_held: bool, held: bool = True) -> Tiling:
+        """``chosen``, or what fits; ``held``: one side stays while the other is streamed."""
+        size = self.q.element_size()
+        each = size * (_width(self.q.shape[3]) + _width(self.v.shape[3]))
+        pair = sum(self.inputs[i].element_size() for i in self.described)
+        limit = _shared_bytes(self.q.device)
+        if held:
+            return fitted(chosen, each, each + 8, pair, limit, keys_held)
+        blocks = chosen.block_m * chosen.stages * each  # streamed as well
+        return fitted(chosen, 0, each, pair, limit - blocks, keys_held)
 
     def _documents(self, axis: str, block: int) -> dict[str, Any]:
         if not self.program.documents:
@@ -256,7 +312,8 @@ def backward(
         for i in wanted:
             grads[i] = torch.zeros_like(inputs[i])
         return dq, dk, dv, grads
-    call = _Backward(do, dlse, q, k, v, inputs, numbers, program, out, lse, precision)
+    by_rows = any(gradient_axis(program.inputs[i].axes) == "rows" for i in wanted)
+    call = _Backward(do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows)
     sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}, "pairs": {}}
     for i in wanted:
         axes = program.inputs[i].axes
