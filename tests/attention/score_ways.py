@@ -1,6 +1,7 @@
 """Scores of every kind, and a program's statements computed by torch on whole tensors."""
 
 import operator
+import struct
 import types
 
 import torch
@@ -12,6 +13,17 @@ from inductor_ext.attention_translate import program
 
 LOG2E = 1.4426950408889634
 
+
+def instruction(asm, _, args, **options):
+    if asm.startswith("tanh"):
+        return torch.tanh(args[0])
+    (factor,) = struct.unpack(">f", bytes.fromhex(asm.removesuffix(";").split("0f")[1]))
+    exact = args[0].double() * factor
+    near = exact.float()
+    toward_zero = near.nextafter(torch.zeros_like(near))
+    return torch.where(near.abs() > exact.abs(), toward_zero, near)
+
+
 tl = types.SimpleNamespace(
     where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
     full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
@@ -22,20 +34,12 @@ tl = types.SimpleNamespace(
     exp=torch.exp,
     exp2=torch.exp2,
     sigmoid=torch.sigmoid,
-    inline_asm_elementwise=lambda asm, _, args, **options: torch.tanh(args[0]),
+    inline_asm_elementwise=instruction,
     int1=torch.bool,
     **{str(d)[6:]: d for d in (torch.int32, torch.int64, torch.float16, torch.bfloat16)},
     float32=torch.float32,
 )
-
-
-def mul_rz(x, y):
-    exact = x.double() * y
-    near = exact.float()
-    return torch.where(near.abs() > exact.abs(), near.nextafter(torch.zeros_like(x)), near)
-
-
-libdevice = types.SimpleNamespace(log=torch.log, sqrt=torch.sqrt, exp=torch.exp, mul_rz=mul_rz)
+libdevice = types.SimpleNamespace(log=torch.log, sqrt=torch.sqrt, exp=torch.exp)
 
 
 def computed(program, s, g, rows, columns, numbers, inputs):
@@ -145,6 +149,7 @@ SCORES = {
     "prefix": lambda s, q, k, n, **_: where((k < n[0]) | (k <= q), s * 0.1),
     "documents": lambda s, q, k, x, **_: where((x[4] == x[0]) & (k <= q), s * 0.1),
     "chunks": lambda s, q, k, **_: where((q // 4 == k // 4) & (k <= q), s),
+    "later chunks": lambda s, q, k, **_: where((q // 4 >= 1) | (k < 3), s),
     "chunks by a remainder": lambda s, q, k, **_: where(k >= q - q % 4, s),
     "padding": lambda s, k, x, **_: where(k < x[5], s * 0.1),
     "loaded mask": lambda s, q, k, x, **_: where(x[2] & (k <= q), s * 0.1),

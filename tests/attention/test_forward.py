@@ -9,6 +9,7 @@ from backward_programs import SCORES, attention, draw_inputs
 from inductor_ext.templates import attention_documents
 from inductor_ext.templates import attention_launch as launch
 from inductor_ext.templates.attention_launch import Tiling
+from inductor_ext.templates.attention_program import Span
 
 from inductor_ext import measure
 from inductor_ext.testing import launches_interpreted
@@ -155,10 +156,20 @@ def test_expanded_inputs():
     assert torch.equal(ours(wide, q, k, v, [bias.expand(2, 4, 40, 48)])[0], expected)
 
 
-def test_documents_in_no_order():
-    q, k, v = draw(70, 90)
-    ids = [torch.randint(0, 5, s, dtype=torch.int32) for s in ((2, 1, 70, 1), (2, 1, 1, 90))]
-    judge(SCORES["documents"], q, k, v, ids)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_documents_whose_tiles_may_be_whole(ordered):
+    """Spans say nothing of documents: what is kept whole is so but for them."""
+    whole = (Span("0", "columns", "0", "columns"),)
+    score = SCORES["documents"]
+    score = dataclasses.replace(
+        score, program=dataclasses.replace(score.program, row_spans=whole, column_spans=whole)
+    )
+    q, k, v = draw(70, 90, batch=1)
+    ids = [torch.randint(0, 3, s, dtype=torch.int32) for s in ((1, 1, 70, 1), (1, 1, 1, 90))]
+    ids[0] = ids[0].sort(2).values
+    if ordered:
+        ids[1] = ids[1].sort(3).values
+    judge(score, q, k, v, ids)
 
 
 def test_hulls_of_documents():

@@ -190,6 +190,8 @@ def test_equal_texts_are_one_program():
     text, made_of = made(score(SCORES["alibi"]))
     again, other = made(score(SCORES["alibi"]))
     assert text == again and made_of is other and hash(made_of) == hash(other)
+    turned = score(lambda s, q, k, x, **_: where(q >= k, (k - q) * x[1] + 0.1 * s))
+    assert made(turned)[0] == text
 
 
 @pytest.mark.parametrize(
