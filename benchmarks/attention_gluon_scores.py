@@ -79,6 +79,7 @@ def tiles(name: str, d: int) -> dict[str, Any]:
     wide = Tile(stages=2 if d == 128 else 4, pingpong=d == 128)
     found = {"128x128": wide, "128x64": Tile(keys=64, stages=4, pingpong=d == 128)}
     if name == "causal":
+        found["turns"] = Tile(stages=wide.stages, pingpong=not wide.pingpong)
         found["24 MB"] = Tile(stages=wide.stages, section_bytes=24 << 20)
         found["8 MB"] = Tile(stages=wide.stages, section_bytes=8 << 20)
     return found

@@ -1,10 +1,11 @@
 """The attention forward for Hopper: copies, products and softmax by warps of their own.
 
 A tile is ROWS query rows of each of CONSUMERS consumers, against all the keys that its span names.
-One warp copies K and V into rings of STAGES blocks of N keys in shared memory; a consumer starts
-the scores of a block, then the product of the block before with V, and does the softmax of its
-scores while that product runs. With PINGPONG consumers take turns in starting products, so that
-one's softmax lies beside the others' products (Shah et al., FlashAttention-3, 2024).
+One warp copies blocks of N keys into a ring of STAGES places in shared memory, K of a block
+together with V of the one before. A consumer starts the scores of a block, then the product of the
+one before with V, and does the softmax of its scores while that product runs. With PINGPONG
+consumers take turns in starting products, so that one's softmax lies beside the others' products
+(Shah et al., FlashAttention-3, 2024).
 
 Of a tile's blocks those that need a mask come first, then those that are kept whole. What a score
 is, what it reads, what is kept, and where, are the functions that stand first here: a launch has a
@@ -157,13 +158,13 @@ def block_of(i, masked, found):
 
 
 @gluon.jit
-def copy(desc, b, h, row, ready, empty, buffers, count, STAGES: gl.constexpr):
-    """Start the copy of the ``count``-th block into its place in a ring."""
+def place_in_ring(count, ready, empty, size, STAGES: gl.constexpr):
+    """The place of the ``count``-th copies, once it is empty; they are of ``size`` bytes."""
     place = count % STAGES
     # A ring's first lap waits for the phase before the first, which counts as complete.
     mbarrier.wait(empty.index(place), ((count // STAGES) & 1) ^ 1)
-    mbarrier.expect(ready.index(place), desc.block_type.nbytes)
-    load(desc, [b, h, row, 0], ready.index(place), buffers.index(place))
+    mbarrier.expect(ready.index(place), size)
+    return place
 
 
 @gluon.jit
@@ -186,7 +187,7 @@ def produce(sources, shared, DYNAMIC: gl.constexpr):
     q_desc, k_desc, v_desc, counter = sources
     buffers, barriers, sizes, numbers, _inputs, documents = shared
     q_buffers, k_buffers, v_buffers, _o_buffers, tile_buffers = buffers
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _turns, tile_ready, tile_empty = barriers
+    q_ready, q_empty, ready, empty, _turns, tile_ready, tile_empty = barriers
     tiles, heads, sections, row_tiles, query_heads, group, rows, columns = sizes
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
@@ -221,14 +222,19 @@ def produce(sources, shared, DYNAMIC: gl.constexpr):
             )
         turn += 1
         k0 = block_of(0, masked, found) * N
-        copy(k_desc, b, kv, k0, k_ready, k_empty, k_buffers, count, STAGES)
+        place = place_in_ring(count, ready, empty, k_desc.block_type.nbytes, STAGES)
+        load(k_desc, [b, kv, k0, 0], ready.index(place), k_buffers.index(place))
+        count += 1
         for i in range(1, masked + whole):
             v0 = k0
             k0 = block_of(i, masked, found) * N
-            copy(k_desc, b, kv, k0, k_ready, k_empty, k_buffers, count + 1, STAGES)
-            copy(v_desc, b, kv, v0, v_ready, v_empty, v_buffers, count, STAGES)
+            size: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
+            place = place_in_ring(count, ready, empty, size, STAGES)
+            load(k_desc, [b, kv, k0, 0], ready.index(place), k_buffers.index(place))
+            load(v_desc, [b, kv, v0, 0], ready.index(place), v_buffers.index(place))
             count += 1
-        copy(v_desc, b, kv, k0, v_ready, v_empty, v_buffers, count, STAGES)
+        place = place_in_ring(count, ready, empty, v_desc.block_type.nbytes, STAGES)
+        load(v_desc, [b, kv, k0, 0], ready.index(place), v_buffers.index(place))
         count += 1
         tile = following
 
@@ -287,13 +293,13 @@ def softmax(
 
 @gluon.jit
 def step(
-    q_buffer, shared, state, count, steps, scale, place, near, at, fixed, k0, MASKED: gl.constexpr,
-    PINGPONG: gl.constexpr, WHICH: gl.constexpr, S_LAYOUT: gl.constexpr,
+    q_buffer, shared, state, count, steps, turn, scale, place, near, at, fixed, k0,
+    MASKED: gl.constexpr, PINGPONG: gl.constexpr, WHICH: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Scores of block ``count + 1`` and the product of block ``count`` with V, then the softmax."""
+    """Scores of a block and the product of the one before with V, then the softmax."""
     buffers, barriers, sizes, numbers, inputs, _documents = shared
     q_buffers, k_buffers, v_buffers, _o_buffers, _tile_buffers = buffers
-    _q_ready, _q_empty, k_ready, k_empty, v_ready, v_empty, turns, _ready, _empty = barriers
+    q_ready, _q_empty, ready, empty, turns, _tile_ready, _tile_empty = barriers
     _tiles, _heads, _sections, _row_tiles, _query_heads, _group, rows, columns = sizes
     o, p, m, total = state
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
@@ -301,16 +307,14 @@ def step(
     ROWS: gl.constexpr = o.shape[0]
     N: gl.constexpr = k_buffers.shape[3]
     O_LAYOUT: gl.constexpr = o.type.layout
-    kn = (count + 1) % STAGES
-    vn = count % STAGES
-    mbarrier.wait(k_ready.index(kn), ((count + 1) // STAGES) & 1)
+    ring = count % STAGES
+    mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
     if PINGPONG:
         mbarrier.wait(turns.index(WHICH), (steps & 1) ^ (1 if WHICH == 0 else 0))
     s = gl.zeros((ROWS, N), gl.float32, layout=S_LAYOUT)
-    k = k_buffers.index(kn).reshape((N, k_buffers.shape[4])).permute((1, 0))
+    k = k_buffers.index(ring).reshape((N, k_buffers.shape[4])).permute((1, 0))
     s = warpgroup_mma(q_buffer, k, s, use_acc=False, is_async=True)
-    mbarrier.wait(v_ready.index(vn), (count // STAGES) & 1)
-    v = v_buffers.index(vn).reshape((N, v_buffers.shape[4]))
+    v = v_buffers.index(ring).reshape((N, v_buffers.shape[4]))
     left: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     o = warpgroup_mma(unpacked(p, k_buffers.dtype, left), v, o, is_async=True)
     if PINGPONG:
@@ -320,11 +324,10 @@ def step(
     e, m, total, decay = softmax(
         s, m, total, scale, place, k0, rows, columns, numbers, fixed, moving, MASKED, N
     )
-    # Passes at once: a branch that the assembler does not move the softmax behind.
-    mbarrier.wait(v_ready.index(vn), (count // STAGES) & 1)
+    # Passes at once, q is there: a branch that the assembler does not move the softmax behind.
+    mbarrier.wait(q_ready.index(WHICH), turn & 1)
     o = warpgroup_mma_wait(0, deps=[o])
-    mbarrier.arrive(k_empty.index(kn), count=1)
-    mbarrier.arrive(v_empty.index(vn), count=1)
+    mbarrier.arrive(empty.index(ring), count=1)
     o = o * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT)), 1)
     # Not before: it would take the registers of the operand that is still read, and the assembler
     # would start one product at a time.
@@ -341,7 +344,7 @@ def consume(
     out_desc, lse, scale = results
     buffers, barriers, sizes, numbers, inputs, documents = shared
     q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers = buffers
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _turns, tile_ready, tile_empty = barriers
+    q_ready, q_empty, ready, empty, _turns, tile_ready, tile_empty = barriers
     tiles, heads, sections, row_tiles, query_heads, _group, rows, columns = sizes
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
@@ -380,12 +383,13 @@ def consume(
         ring = count % STAGES
         k0 = block_of(0, masked, found) * N
         moving = read(inputs, at, near, k0, columns, True, N, S_LAYOUT)
-        mbarrier.wait(k_ready.index(ring), (count // STAGES) & 1)
+        mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
         s = gl.zeros((ROWS, N), gl.float32, layout=S_LAYOUT)
         k = k_buffers.index(ring).reshape((N, D)).permute((1, 0))
         s = warpgroup_mma(q_buffer, k, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(ring), count=1)
+        mbarrier.arrive(empty.index(ring), count=1)
+        count += 1
         m = gl.full((ROWS,), float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         total = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         e, m, total, _ = softmax(
@@ -396,15 +400,15 @@ def consume(
 
         for i in range(1, masked):
             o, p, m, total = step(
-                q_buffer, shared, (o, p, m, total), count, steps, scale, place, near, at, fixed,
-                masked_block(i, found) * N, True, PINGPONG, WHICH, S_LAYOUT,
+                q_buffer, shared, (o, p, m, total), count, steps, turn, scale, place, near, at,
+                fixed, masked_block(i, found) * N, True, PINGPONG, WHICH, S_LAYOUT,
             )  # fmt: skip
             count += 1
             steps += 1
         for i in range(gl.where(masked == 0, 1, 0), whole):
             o, p, m, total = step(
-                q_buffer, shared, (o, p, m, total), count, steps, scale, place, near, at, fixed,
-                whole_block(i, found) * N, False, PINGPONG, WHICH, S_LAYOUT,
+                q_buffer, shared, (o, p, m, total), count, steps, turn, scale, place, near, at,
+                fixed, whole_block(i, found) * N, False, PINGPONG, WHICH, S_LAYOUT,
             )  # fmt: skip
             count += 1
             steps += 1
@@ -418,14 +422,14 @@ def consume(
         turn += 1
 
         ring = count % STAGES
-        mbarrier.wait(v_ready.index(ring), (count // STAGES) & 1)
+        mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
         v = v_buffers.index(ring).reshape((N, V))
         o = warpgroup_mma(unpacked(p, dtype, P_LAYOUT), v, o, is_async=True)
         nothing: gl.constexpr = float("nan") if NAN else 0.0
         factor = gl.where(total == 0.0, nothing, 1.0 / total)
         found_lse = (m * scale + gl.log2(total)) * LN2
         o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(v_empty.index(ring), count=1)
+        mbarrier.arrive(empty.index(ring), count=1)
         count += 1
         gl.store(lse + gl.cast(head, gl.int64) * rows + q, found_lse, mask=q < rows)
         o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)), 1)
@@ -469,10 +473,8 @@ def attention_gluon(
     q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for c in gl.static_range(CONSUMERS):
@@ -480,10 +482,8 @@ def attention_gluon(
         mbarrier.init(q_empty.index(c), count=1)
         mbarrier.init(turns.index(c), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
     for i in gl.static_range(2):
         mbarrier.init(tile_ready.index(i), count=1)
         mbarrier.init(tile_empty.index(i), count=CONSUMERS)
@@ -491,7 +491,7 @@ def attention_gluon(
 
     shared = (
         (q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers),
-        (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns, tile_ready, tile_empty),
+        (q_ready, q_empty, ready, empty, turns, tile_ready, tile_empty),
         (tiles, heads, sections, row_tiles, query_heads, group, rows, columns),
         numbers,
         inputs,

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import linecache
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,6 @@ import triton.language as tl
 
 from . import attention_documents
 from .attention_program import LOG2E, Program
-
-try:
-    from triton.language.extra import libdevice
-except ImportError:  # without a GPU's driver triton may have none
-    libdevice = None
 
 # Versions of Triton whose Gluon compiles the kernel and on which it was checked on a card.
 VERSIONS = ("3.6.",)
@@ -56,14 +52,28 @@ class Tile:
         return (240, 24) if self.warps * self.consumers <= 8 else (160, 32)
 
 
-def default_tile(d: int) -> Tile:
-    """The tile for a head dimension of 64 or 128."""
-    return Tile(stages=2 if d == 128 else 4)
+def default_tile(program: Program, d: int) -> Tile:
+    """The tile for a program and a head dimension of 64 or 128."""
+    # Registers: what a score reads along the keys stands beside the scores.
+    if any("k" in given.axes for given in program.inputs):
+        return Tile(keys=64, stages=4, pingpong=d == 128)
+    return Tile(stages=2) if d == 128 else Tile(stages=4, pingpong=False)
 
 
 def available() -> bool:
     """Whether the Triton at hand is one that the kernel is known to work with."""
     return triton.__version__.startswith(VERSIONS)
+
+
+@functools.cache
+def speakable(program: Program) -> bool:
+    """Whether Gluon knows all functions that a program's statements call."""
+    from triton.experimental.gluon import language
+
+    spans = [t for s in program.row_spans for t in (s.lo, s.hi, s.full_lo, s.full_hi)]
+    text = "\n".join([program.score, program.keep, *spans])
+    names = set(re.findall(r"\btl\.(\w+)", text))
+    return "libdevice" not in text and all(hasattr(language, name) for name in names)
 
 
 def scored(program: Program) -> bool:
@@ -84,7 +94,7 @@ def _mapped(x: torch.Tensor) -> bool:
     )
 
 
-def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program) -> bool:
     """Whether ``forward`` takes these arguments. Reads no values and launches nothing."""
     return (
         available()
@@ -94,6 +104,7 @@ def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and v.shape[-1] in DIMS
         and 0 not in (*q.shape, *k.shape)
         and all(_mapped(x) for x in (q, k, v))
+        and speakable(program)
         and _hopper(q.device)
     )
 
@@ -112,7 +123,7 @@ def _function(name: str, arguments: str, body: list[str], result: str, module: s
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     names = ModuleType("tl")
     vars(names).update(vars(tl) | vars(gluon.language))
-    scope = {"gluon": gluon, "tl": names, "libdevice": libdevice, "__name__": module}
+    scope = {"gluon": gluon, "tl": names, "__name__": module}
     exec(compile(source, file, "exec"), scope)
     return scope[name]
 
@@ -295,7 +306,7 @@ def forward(
     """(out [B, Hq, Sq, Dv], lse fp32 [B, Hq, Sq]) of q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v
     [B, Hkv, Sk, Dv], bf16 or fp16, D and Dv 64 or 128; deterministic. Products accumulate in fp32,
     whatever ``precision`` says of fp32 inputs. ``applies`` has to hold, else ValueError."""
-    if not applies(q, k, v):
+    if not applies(q, k, v, program):
         raise ValueError(
             "the Gluon attention expected what attention_gluon_launch.applies holds for, got "
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}, "
@@ -304,7 +315,7 @@ def forward(
     out = _like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tile = tile or default_tile(max(q.shape[3], v.shape[3]))
+    tile = tile or default_tile(program, max(q.shape[3], v.shape[3]))
     kernel, grid, arguments = launch(q, k, v, inputs, numbers, program, out, lse, tile, count)
     kernel[grid](**arguments)
     return out, lse

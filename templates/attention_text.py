@@ -169,14 +169,16 @@ def product(left: Sequence[str], right: Sequence[str], options: str = "", start:
 # the score
 
 
+DESCRIBED = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
+
+
 def describable(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The inputs that vary along rows and columns and that tensor descriptors can describe."""
+    """The inputs along keys, or rows and keys, that tensor descriptors can describe. As ordinary
+    loads of a pipelined loop they would be copied element by element, by every thread its own."""
     return tuple(
         i
         for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True))
-        if {"q", "k"} <= set(given.axes)
-        and given.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and by_tma(_unexpanded(tensor))
+        if "k" in given.axes and given.dtype in DESCRIBED and by_tma(_unexpanded(tensor))
     )
 
 
@@ -208,8 +210,8 @@ def score_values(
     values: dict[str, Any] = {}
     for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True)):
         if i in described:
-            tensor = _unexpanded(tensor)
-            values[f"x{i}_desc"] = _descriptor(tensor, [1, 1, *blocks])
+            block = [1, 1, blocks[0] if "q" in given.axes else 1, blocks[1]]
+            values[f"x{i}_desc"] = _descriptor(_unexpanded(tensor), block)
             continue
         values[f"x{i}_ptr"] = tensor
         for axis in given.axes:
@@ -246,7 +248,8 @@ def input_loads(
         given = program.inputs[i]
         if i in described:
             b, h = ("b" if "b" in given.axes else "0"), ("h" if "h" in given.axes else "0")
-            load = f"x{i}_desc.load([{b}, {h}, q_start, k_start]).reshape({', '.join(blocks)})"
+            q, rows = ("q_start", blocks[0]) if "q" in given.axes else ("0", "1")
+            load = f"x{i}_desc.load([{b}, {h}, {q}, k_start]).reshape({rows}, {blocks[1]})"
             lines.append(f"x{i} = {load}{'.T' if transposed else ''}")
             continue
         far, near, masks = [f"x{i}_at"], [], []

@@ -10,6 +10,7 @@ knows is what ``attention_gluon`` uses.
 
 from __future__ import annotations
 
+import operator
 import queue
 import sys
 import threading
@@ -56,12 +57,25 @@ def _lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "and", "or", "rshift", "lt", "le", "gt", "ge", "eq"):
-    _method = f"__{_name}__"
-    setattr(Tile, _method, _lifted(lambda x, y, m=_method: getattr(x, m)(y)))
-    if _name in ("add", "sub", "mul", "truediv", "and", "or"):
-        _r = f"__r{_name}__"
-        setattr(Tile, _r, _lifted(lambda x, y, m=_method: getattr(torch.as_tensor(y), m)(x)))
+def _toward_zero(x: Any, y: Any) -> Any:
+    return torch.div(x, y, rounding_mode="trunc")
+
+
+_UNARY = {"neg": operator.neg, "invert": operator.invert}
+_BINARY = {
+    "floordiv": _toward_zero, "mod": torch.fmod,
+    **{n: getattr(operator, n) for n in ("add", "sub", "mul", "truediv", "rshift")},
+    **{n: getattr(operator, n) for n in ("lt", "le", "gt", "ge", "eq", "ne")},
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+}  # fmt: skip
+for _name, _function in (_UNARY | _BINARY).items():
+    setattr(Tile, f"__{_name}__", _lifted(_function))
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+    setattr(
+        Tile,
+        f"__r{_name}__",
+        _lifted(lambda x, y, f=_BINARY[_name]: f(torch.as_tensor(y), x)),
+    )
 
 
 class Int(int):
@@ -266,6 +280,7 @@ class _Language(ModuleType):
             where=_lifted(_where),
             exp2=_lifted(lambda x: torch.exp2(x) if torch.is_tensor(x) else 2.0**x),
             log2=_lifted(torch.log2),
+            **{n: _lifted(getattr(torch, n)) for n in ("abs", "exp", "log", "sqrt", "zeros_like")},
             max=_lifted(lambda x, axis: x.amax(axis)),
             sum=_lifted(lambda x, axis: x.sum(axis) if x.ndim > 1 else Int(x.sum())),
             atomic_add=_atomic_add,
