@@ -11,7 +11,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import attention_decode
+from . import attention_decode, prefetch
 from .attention_program import Program
 from .dependent import launched
 
@@ -22,7 +22,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @dataclass(frozen=True)
 class Tiling:
     """``block``: keys of a block; ``per_sm``: programs of a multiprocessor; ``least``: blocks that
-    are worth a program of their own; ``programs``: of the card, 0 to have it chosen."""
+    are worth a program of their own; ``programs``: of the card, 0 to have it chosen; ``ahead``:
+    blocks that are asked for before the queries are."""
 
     block: int
     warps: int
@@ -31,6 +32,7 @@ class Tiling:
     per_sm: int = 2
     least: int = 4
     programs: int = 0
+    ahead: int = 2
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, paged: bool = False) -> bool:
@@ -139,7 +141,8 @@ def decode(
     given = {n: values[n] for n in attention_decode.arguments(program, layout)}
     launched(decode_kernel, wrap_triton(decode_kernel), q, (programs,))(
         **given, **common, ROWS=max(16, triton.next_power_of_2(rows * group)),
-        STAGES=chosen.stages, PRECISION=_precision(q.dtype, precision), num_warps=chosen.warps,
+        AHEAD=chosen.ahead if prefetch.possible(k, v) else 0, STAGES=chosen.stages,
+        PRECISION=_precision(q.dtype, precision), num_warps=chosen.warps,
     )  # fmt: skip
     given = {n: values[n] for n in attention_decode.merge_arguments(program, layout)}
     expected = triton.next_power_of_2(min(programs, programs // lines + 2))
