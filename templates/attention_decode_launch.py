@@ -63,9 +63,11 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _dense(t: torch.Tensor) -> torch.Tensor:
-    near = t.stride(-1) == 1 or t.shape[-1] == 1
-    return t if near and max(map(abs, t.stride()[1:3])) < 1 << 23 else t.contiguous()
+def _dense(t: torch.Tensor, keys: int) -> torch.Tensor:
+    """Memory whose last dimension is dense, with rows of dimension ``keys`` near enough for 31 bits
+    in a block."""
+    near = (t.stride(-1) == 1 or t.shape[-1] == 1) and abs(t.stride(keys)) < 1 << 23
+    return t if near else t.contiguous()
 
 
 def _like(q: torch.Tensor, value_dim: int) -> torch.Tensor:
@@ -101,7 +103,7 @@ def decode(
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     if not lse.numel():
         return out, lse
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    q, k, v = _dense(q, 2), *(_dense(t, 1 if paged else 2) for t in (k, v))
     chosen = chosen or tiling(q.dtype, dim, value_dim, rows * heads // kv_heads)
     page_size = k.shape[1] if paged else 0
     capacity = block_table.shape[1] * page_size if block_table is not None else k.shape[2]
