@@ -3,7 +3,7 @@
 What lies between the two is pointwise: each score is a function of the dot product s at the same
 place, of where it is (comparisons of iotas, triangles of ones) and of tensors read there through
 their broadcasts. Reading goes backwards from the scores and ends at the product, at constants, and
-at tensors of the program, which become inputs. Rounding of scores to 16 bits on the way is left out.
+at tensors of the program, which become inputs. Scores are not rounded to 16 bits on the way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Product(Value):
 class Position(Value):
     """start + step * index."""
 
-    index: Index = Index()
+    index: Index = dataclasses.field(default_factory=Index)
     start: Any = 0
     step: Any = 1
 
@@ -120,8 +120,9 @@ def is_pointwise(node: Any) -> bool:
 class Scores:
     """Reads values at places of ``axes``. ``keys`` are the axes of the keys, ``rows`` those of the
     query rows as far as the second product tells them. ``visited`` are the values on the way from
-    the product; ``inputs`` the tensors that are read, each with its place. With ``made_before``, the
-    products, all that does not depend on them is an input as it is there."""
+    the product; ``inputs`` the tensors that are read, each with its place. With ``made_before``,
+    the products, what does not depend on them is an input as it is there; with ``only`` nothing
+    else is taken for the product."""
 
     def __init__(
         self, seen: Shadow, axes: Axes, keys: Index, rows: Index,
@@ -164,7 +165,7 @@ class Scores:
                 return found
         if node.target in _TRIANGLES:
             return self._triangle(node, place)
-        if not is_view(node) and not is_pointwise(node) or self._is_kept(node, place):
+        if (not is_view(node) and not is_pointwise(node)) or self._is_kept(node, place):
             return self._input(node, place)
         if is_pointwise(node) and not is_view(node):
             return self._called(node, place)
@@ -222,10 +223,10 @@ class Scores:
             raise NoSite("scores are detached")
         if detached:
             return self._input(node, place)
-        if isinstance(found, Input) and found.which == inputs and node in self.seen.first:
-            # Read as the program has it, unless what lies behind varies along less.
-            if _along(self.axes.now(place)) == _along(self.axes.now(below[1])):
-                self.inputs[-1] = node, place
+        new = isinstance(found, Input) and found.which == inputs and node in self.seen.first
+        # Read as the program has it, unless what lies behind varies along less.
+        if new and _along(self.axes.now(place)) == _along(self.axes.now(below[1])):
+            self.inputs[-1] = node, place
         return found
 
     def _input(self, node: Any, place: Place) -> Value:
