@@ -14,15 +14,17 @@ from typing import Any
 
 import sympy
 import torch
+from inductor_ext.lowerings.attention_constants import uniform
 from inductor_ext.lowerings.attention_places import (
     Axes,
     Index,
     NoPlace,
     Place,
+    equal,
     is_view,
     size_of,
 )
-from inductor_ext.lowerings.mhc_entries import aten
+from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.mhc_sites import NoSite
 
 from inductor_ext import compat_fx
@@ -106,6 +108,11 @@ _FILLED: dict[Any, Callable[[Any], Any]] = {
 }
 _POSITIONS = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 _TRIANGLES = {aten.tril.default, aten.triu.default}
+# What leaves a truth value as it is.
+_NEUTRAL = {
+    **dict.fromkeys((aten.bitwise_and.Tensor, aten.logical_and.default), True),
+    **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), False),
+}
 _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -165,11 +172,39 @@ class Scores:
                 return found
         if node.target in _TRIANGLES:
             return self._triangle(node, place)
+        if node.target is aten.index.Tensor:
+            found = self._gathered(node, place)
+            if found is not None:
+                return found
         if (not is_view(node) and not is_pointwise(node)) or self._is_kept(node, place):
+            number = uniform(node) if self._is_narrow(node, place) else None
+            if number is not None:
+                return Number(number=number, dtype=node.meta["val"].dtype)
             return self._input(node, place)
         if is_pointwise(node) and not is_view(node):
             return self._called(node, place)
         return self._viewed(node, place)
+
+    def _gathered(self, node: Any, place: Place) -> Value | None:
+        """An element at positions along each dimension is read as through a view."""
+        source, indices = node.args
+        if len(indices) != len(source.meta["val"].shape) or None in indices:
+            return None
+        found = []
+        for index in indices:
+            at = self.read(index, self.axes.operand(node, index, place))
+            if not isinstance(at, Position) or at.step != 1 or not _is_offset(at.start):
+                return None
+            begin, along = at.start, at.index
+            found.append(Index(along.axes, along.offset + begin, along.whole and begin == 0))
+        return self.read(source, self._within(source, tuple(found)))
+
+    def _within(self, source: Any, place: Place) -> Place:
+        """A place at which only a part of a dimension is read."""
+        return tuple(
+            Index(i.axes, i.offset, i.whole and equal(self.axes.size(i.axes), size))
+            for i, size in zip(place, shape_of(source), strict=True)
+        )
 
     # --- leaves -----------------------------------------------------------------------------------
 
@@ -215,7 +250,13 @@ class Scores:
         return self._constant[node]
 
     def _viewed(self, node: Any, place: Place) -> Value:
-        below, inputs = self.axes.below(node, place), len(self.inputs)
+        inputs = len(self.inputs)
+        try:
+            below = self.axes.below(node, place)
+        except NoPlace:
+            if node not in self.seen.first:
+                raise
+            return self._input(node, place)
         assert below is not None
         found = self.read(*below)
         detached = node.target is aten.detach.default and (found.scores or found.tensors)
@@ -369,6 +410,14 @@ class Scores:
             folded = _folded(node.target, args, kwargs, own)
             if folded is not None:
                 return folded
+        moved = _moved(node, args)
+        if moved is not None:
+            return moved
+        kept = _NEUTRAL.get(node.target)
+        if kept is not None and own == torch.bool:
+            for one, other in (args, args[::-1]):
+                if isinstance(one, Number) and one.number is kept and isinstance(other, Value):
+                    return other
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return self._input(node, place)
         wide = scores and own in _WIDE
@@ -415,6 +464,25 @@ def is_plain(number: Any) -> bool:
 
 def _is_integer(number: Any) -> bool:
     return not is_plain(number) and bool(sympy.sympify(number).is_integer)
+
+
+def _moved(node: Any, args: Sequence[Any]) -> Value | None:
+    """A position and a whole number are a position."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(args) < 2:
+        return None
+    for one, other in (args, args[::-1]):
+        by = other.number if isinstance(other, Number) else other
+        whole = (isinstance(by, int) and not isinstance(by, bool)) or (
+            isinstance(other, Number) and _is_integer(by)
+        )
+        if isinstance(one, Position) and whole and node.meta["val"].dtype == torch.int64:
+            return dataclasses.replace(one, start=one.start + by)
+    return None
+
+
+def _is_offset(start: Any) -> bool:
+    """Whether a position is known not to count from the end."""
+    return start >= 0 if isinstance(start, int) else bool(sympy.sympify(start).is_nonnegative)
 
 
 def _positions(node: Any, place: Place) -> Value | None:
