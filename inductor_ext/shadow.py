@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
         if out is not None and (out.dtype, out.shape) == (written[0].dtype, written[0].shape):
             self._record(twin, args, kwargs, out)
             self._next_value(written[0], out)
-            if torch.Tag.nondeterministic_seeded in twin.tags:  # type: ignore[union-attr]
+            if torch.Tag.nondeterministic_seeded in twin.tags:
                 self.pure = self.settled = False
             return written[0]
         self.pure = self.settled = False

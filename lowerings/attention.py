@@ -35,14 +35,15 @@ def may_hold_attention(graph: Any) -> bool:
     return False
 
 
-def _text(function: Any, sample: list[torch.Tensor], empty: str) -> str:
-    """The text of scores, of which kernels can be made. Raises NoSite."""
+def _text(function: Any, sample: list[torch.Tensor], empty: str) -> tuple[str, bool]:
+    """The text of scores, of which kernels can be made, and whether these know what is kept.
+    Raises NoSite."""
 
-    def made() -> str:
+    def made() -> tuple[str, bool]:
         text = attention_score.write(function, sample, function.numbers)
         inputs = tuple(Input(x.dtype, _axes(x)) for x in sample)
-        attention_translate.program(text, inputs, len(function.numbers), empty)
-        return text
+        program = attention_translate.program(text, inputs, len(function.numbers), empty)
+        return text, bool(program.keep)
 
     try:
         return compat_fx.apart(made)  # in a thread of its own, where nothing is traced

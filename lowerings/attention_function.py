@@ -184,7 +184,8 @@ def _is_one(number: Any) -> bool:
 
 
 def _call(op: Any, args: list[Any], kwargs: dict[str, Any], tensor: Any, values: Any) -> Any:
-    if all(not isinstance(a, torch.Tensor) for a in args):
+    truth = isinstance(values[0], Number) and values[0].dtype == torch.bool
+    if truth or all(not isinstance(a, torch.Tensor) for a in args):
         args = [tensor(args[0], values[0]), *args[1:]]
     try:
         return op.overloadpacket(*args, **kwargs)

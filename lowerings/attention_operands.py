@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 import torch
-from inductor_ext.lowerings.attention_places import COPIES, Axes, Index, Place, dtype_of, equal
+from inductor_ext.lowerings.attention_places import COPIES, Axes, Index, NoPlace, Place, dtype_of, equal
 from inductor_ext.lowerings.mhc_entries import aten
 from inductor_ext.lowerings.mhc_sites import NoSite, Program, program_node
 
@@ -50,7 +50,13 @@ def operand(seen: Shadow, axes: Axes, node: Any, place: Place, dtype: torch.dtyp
                 break
             node = node.args[0]
             continue
-        below = None if node.target is aten.detach.default else axes.below(node, place)
+        below = None
+        if node.target is not aten.detach.default:
+            try:
+                below = axes.below(node, place)
+            except NoPlace:
+                if found is None:
+                    raise
         if below is None:
             break
         kept = {a for i in axes.now(place) for a in i.axes}

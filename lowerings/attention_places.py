@@ -213,7 +213,7 @@ def _same(axes: Axes, node: Any, before: list[Any], place: Place) -> Place:
 
 
 def _slice(axes: Axes, node: Any, before: list[Any], place: Place) -> Place:
-    _, dim, start, _, step = [*node.args, *[0, 0, LAST, 1][len(node.args) - 1 :]]
+    _, dim, start, _, step = list(node.args) + [0, 0, LAST, 1][len(node.args) - 1 :]
     if step != 1:
         raise NoPlace("a slice has steps")
     dim %= len(before)

@@ -3,7 +3,7 @@
 What lies between the two is pointwise: each score is a function of the dot product s at the same
 place, of where it is (comparisons of iotas, triangles of ones) and of tensors read there through
 their broadcasts. Reading goes backwards from the scores and ends at the product, at constants, and
-at tensors of the program, which become inputs. Rounding of scores to 16 bits on the way is left out.
+at tensors of the program, which become inputs. Scores are not rounded to 16 bits on the way.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from typing import Any
 
 import sympy
 import torch
+from inductor_ext.lowerings.attention_constants import uniform
 from inductor_ext.lowerings.attention_places import (
     Axes,
     Index,
     NoPlace,
     Place,
+    equal,
     is_view,
     size_of,
 )
-from inductor_ext.lowerings.mhc_entries import aten
+from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.mhc_sites import NoSite
 
 from inductor_ext import compat_fx
@@ -49,7 +51,7 @@ class Product(Value):
 class Position(Value):
     """start + step * index."""
 
-    index: Index = Index()
+    index: Index = dataclasses.field(default_factory=Index)
     start: Any = 0
     step: Any = 1
 
@@ -106,6 +108,11 @@ _FILLED: dict[Any, Callable[[Any], Any]] = {
 }
 _POSITIONS = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 _TRIANGLES = {aten.tril.default, aten.triu.default}
+# What leaves a truth value as it is.
+_NEUTRAL = {
+    **dict.fromkeys((aten.bitwise_and.Tensor, aten.logical_and.default), True),
+    **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), False),
+}
 _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -120,8 +127,9 @@ def is_pointwise(node: Any) -> bool:
 class Scores:
     """Reads values at places of ``axes``. ``keys`` are the axes of the keys, ``rows`` those of the
     query rows as far as the second product tells them. ``visited`` are the values on the way from
-    the product; ``inputs`` the tensors that are read, each with its place. With ``made_before``, the
-    products, all that does not depend on them is an input as it is there."""
+    the product; ``inputs`` the tensors that are read, each with its place. With ``made_before``,
+    the products, what does not depend on them is an input as it is there; with ``only`` nothing
+    else is taken for the product."""
 
     def __init__(
         self, seen: Shadow, axes: Axes, keys: Index, rows: Index,
@@ -164,11 +172,39 @@ class Scores:
                 return found
         if node.target in _TRIANGLES:
             return self._triangle(node, place)
-        if not is_view(node) and not is_pointwise(node) or self._is_kept(node, place):
+        if node.target is aten.index.Tensor:
+            found = self._gathered(node, place)
+            if found is not None:
+                return found
+        if (not is_view(node) and not is_pointwise(node)) or self._is_kept(node, place):
+            number = uniform(node) if self._is_narrow(node, place) else None
+            if number is not None:
+                return Number(number=number, dtype=node.meta["val"].dtype)
             return self._input(node, place)
         if is_pointwise(node) and not is_view(node):
             return self._called(node, place)
         return self._viewed(node, place)
+
+    def _gathered(self, node: Any, place: Place) -> Value | None:
+        """An element at positions along each dimension is read as through a view."""
+        source, indices = node.args
+        if len(indices) != len(source.meta["val"].shape) or None in indices:
+            return None
+        found = []
+        for index in indices:
+            at = self.read(index, self.axes.operand(node, index, place))
+            if not isinstance(at, Position) or at.step != 1 or not _is_offset(at.start):
+                return None
+            begin, along = at.start, at.index
+            found.append(Index(along.axes, along.offset + begin, along.whole and begin == 0))
+        return self.read(source, self._within(source, tuple(found)))
+
+    def _within(self, source: Any, place: Place) -> Place:
+        """A place at which only a part of a dimension is read."""
+        return tuple(
+            Index(i.axes, i.offset, i.whole and equal(self.axes.size(i.axes), size))
+            for i, size in zip(place, shape_of(source), strict=True)
+        )
 
     # --- leaves -----------------------------------------------------------------------------------
 
@@ -214,7 +250,13 @@ class Scores:
         return self._constant[node]
 
     def _viewed(self, node: Any, place: Place) -> Value:
-        below, inputs = self.axes.below(node, place), len(self.inputs)
+        inputs = len(self.inputs)
+        try:
+            below = self.axes.below(node, place)
+        except NoPlace:
+            if node not in self.seen.first:
+                raise
+            return self._input(node, place)
         assert below is not None
         found = self.read(*below)
         detached = node.target is aten.detach.default and (found.scores or found.tensors)
@@ -222,10 +264,10 @@ class Scores:
             raise NoSite("scores are detached")
         if detached:
             return self._input(node, place)
-        if isinstance(found, Input) and found.which == inputs and node in self.seen.first:
-            # Read as the program has it, unless what lies behind varies along less.
-            if _along(self.axes.now(place)) == _along(self.axes.now(below[1])):
-                self.inputs[-1] = node, place
+        new = isinstance(found, Input) and found.which == inputs and node in self.seen.first
+        # Read as the program has it, unless what lies behind varies along less.
+        if new and _along(self.axes.now(place)) == _along(self.axes.now(below[1])):
+            self.inputs[-1] = node, place
         return found
 
     def _input(self, node: Any, place: Place) -> Value:
@@ -368,6 +410,14 @@ class Scores:
             folded = _folded(node.target, args, kwargs, own)
             if folded is not None:
                 return folded
+        moved = _moved(node, args)
+        if moved is not None:
+            return moved
+        kept = _NEUTRAL.get(node.target)
+        if kept is not None and own == torch.bool:
+            for one, other in (args, args[::-1]):
+                if isinstance(one, Number) and one.number is kept and isinstance(other, Value):
+                    return other
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return self._input(node, place)
         wide = scores and own in _WIDE
@@ -414,6 +464,25 @@ def is_plain(number: Any) -> bool:
 
 def _is_integer(number: Any) -> bool:
     return not is_plain(number) and bool(sympy.sympify(number).is_integer)
+
+
+def _moved(node: Any, args: Sequence[Any]) -> Value | None:
+    """A position and a whole number are a position."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(args) < 2:
+        return None
+    for one, other in (args, args[::-1]):
+        by = other.number if isinstance(other, Number) else other
+        whole = (isinstance(by, int) and not isinstance(by, bool)) or (
+            isinstance(other, Number) and _is_integer(by)
+        )
+        if isinstance(one, Position) and whole and node.meta["val"].dtype == torch.int64:
+            return dataclasses.replace(one, start=one.start + by)
+    return None
+
+
+def _is_offset(start: Any) -> bool:
+    """Whether a position is known not to count from the end."""
+    return start >= 0 if isinstance(start, int) else bool(sympy.sympify(start).is_nonnegative)
 
 
 def _positions(node: Any, place: Place) -> Value | None:

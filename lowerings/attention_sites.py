@@ -7,11 +7,13 @@ the batch, which are the heads, and which heads share keys follows from what q, 
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
 import torch
 from inductor_ext.lowerings.attention_function import Function, Roles
+from inductor_ext.lowerings.attention_masks import with_infinity
 from inductor_ext.lowerings.attention_operands import Operand, Sizes, arranged, operand, straight
 from inductor_ext.lowerings.attention_places import (
     VIEWS,
@@ -20,7 +22,7 @@ from inductor_ext.lowerings.attention_places import (
     Place,
     dtype_of,
 )
-from inductor_ext.lowerings.attention_scores import PRODUCTS, Scores, Value
+from inductor_ext.lowerings.attention_scores import Scores, Value
 from inductor_ext.lowerings.attention_softmax import Reader, Weights, may_hold
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.mhc_sites import (
@@ -263,10 +265,18 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
     _check_size(made, dtype)
     _check_heads(made)
     kv_heads = roles.h[: len(roles.h) - len(made.shared)]
-    function = Function(site.score, axes, roles)
     inputs = [Operand(program_node(seen, n), p, dtype_of(n)) for n, p in scores.inputs]
     sinks = [Operand(program_node(seen, n), p, dtype_of(n)) for n, p in _sinks(site)]
-    text = text_of(function, _sample(axes, roles, inputs), site.weights.empty)
+    sample, empty, means = _sample(axes, roles, inputs), site.weights.empty, False
+    function = Function(site.score, axes, roles)
+    text, keeps = text_of(function, sample, empty)
+    # Few rows read everything anyway, and the mean would read it twice.
+    if not keeps and _hint(axes.size(roles.q)) > choice.FEW_ROWS:
+        score = with_infinity(site.score, [o.dtype for o in inputs], _is_trained(site))
+        if score is not None:
+            function, means = Function(score, axes, roles), not sinks
+            empty = "zero"
+            text, _ = text_of(function, sample, empty)
     tensors = list(dict.fromkeys(o.node for o in (*made.q, *made.k, made.v, *inputs, *sinks)))
     sizes = Sizes(seen, tensors)
     needed = [n for size in function.numbers for n in sizes.needed(size)]
@@ -292,8 +302,10 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
         given = [of(one, list(roles), False) for one in inputs]
         numbers = [sizes.made(program, n) for n in function.numbers]
         target = torch.ops.inductor_ext.attention.default
-        both = program.call(target, q, k, v, given, numbers, text, site.weights.empty)
+        both = program.call(target, q, k, v, given, numbers, text, empty)
         out, lse = (program.call(operator.getitem, both, i) for i in (0, 1))
+        if means:
+            out = _or_mean(program, out, lse, v, sizes.made(program, axes.size(made.shared)))
         for sink in sinks:
             own = of(sink, [roles.b, roles.h, roles.q], False)
             out = _beside(program, out, lse, own)
@@ -361,6 +373,21 @@ def _beside(program: Program, out: Any, lse: Any, sink: Any) -> Any:
     return program.call("to", wide, dtype)
 
 
+def _or_mean(program: Program, out: Any, lse: Any, v: Any, shared: Any) -> Any:
+    """The mean of all values for rows that keep nothing."""
+    mean = program.call("mean", v, 2, True)
+    if not isinstance(shared, int) or shared != 1:
+        mean = program.call("unsqueeze", mean, 2)
+        mean = program.call("flatten", program.call("expand", mean, -1, -1, shared, -1, -1), 1, 2)
+    lost = program.call("unsqueeze", program.call(operator.eq, lse, -math.inf), -1)
+    return program.call(torch.where, lost, mean, out)
+
+
+def _is_trained(site: Site) -> bool:
+    """Whether gradients of the result are recorded."""
+    return bool(value_of(site.seen.first[site.result]).requires_grad)
+
+
 def _check_size(made: Plan, dtype: torch.dtype) -> None:
     axes, roles = made.site.axes, made.roles
     b, h, q, k = (_hint(axes.size(role)) for role in roles)
@@ -373,12 +400,11 @@ def _check_size(made: Plan, dtype: torch.dtype) -> None:
 
 def _check_heads(made: Plan) -> None:
     """Whether there are kernels for heads of such sizes."""
-    axes, seen = made.site.axes, made.site.seen
+    axes = made.site.axes
     sizes = [sum(axes.size(c) for c in made.channels), axes.size(made.values)]
     if not all(compat.is_static(size) for size in sizes):
         raise NoSite("the size of its heads is symbolic")
-    trained = value_of(seen.first[made.site.result]).requires_grad
-    largest = choice.LARGEST_BACKWARD if trained else choice.LARGEST
+    largest = choice.LARGEST_BACKWARD if _is_trained(made.site) else choice.LARGEST
     if max(sizes) > largest:
         raise NoSite(f"its heads are of {max(sizes)}, more than the {largest} of the kernels")
 

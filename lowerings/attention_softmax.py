@@ -208,7 +208,8 @@ def _plain(node: Any) -> Any:
 
 def _keeps(node: Any) -> bool:
     """Whether a reduction keeps its dimension."""
-    return len(node.args) > 2 and node.args[2] is True or node.kwargs.get("keepdim") is True
+    given = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim")
+    return given is True
 
 
 def _dim(node: Any, of: Any) -> int | None:
@@ -225,9 +226,9 @@ def _dropout(node: Any) -> Any:
         if whole.args[1] == 0 or whole.args[2] is False:
             return whole.args[0]
         raise NoSite("its weights are dropped out")
-    if whole.target in (aten.mul.Tensor, aten.div.Tensor):
-        if any(_is_random(n) for n in whole.all_input_nodes):
-            raise NoSite("its weights are dropped out")
+    scaled = whole.target in (aten.mul.Tensor, aten.div.Tensor)
+    if scaled and any(map(_is_random, whole.all_input_nodes)):
+        raise NoSite("its weights are dropped out")
     return None
 
 

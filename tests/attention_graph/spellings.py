@@ -1,8 +1,8 @@
 """Attention as people write it: functions of q, k, v and what else they need.
 
 ``SPELLINGS`` maps a name to (function, shapes of its arguments). A shape is a tuple of letters and
-numbers (B, H, G heads of keys, S tokens, D); "mask", "bool", "ids" and "ones" stand for tensors that
-are no parameters.
+numbers (B, H, G heads of keys, S tokens, D); "mask", "bool", "ids" and the like stand for tensors
+that are no parameters.
 """
 
 import math

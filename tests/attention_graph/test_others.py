@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from edits import OP, edited
-from spellings import INF, SPELLINGS, arguments, causal
-
 from inductor_ext.lowerings import attention_sites
+from spellings import INF, SPELLINGS, arguments, causal
 
 import inductor_ext
 from inductor_ext.testing import compile_for
