@@ -49,7 +49,7 @@ class Tile:
     @property
     def registers(self) -> tuple[int, int]:
         """Per thread of a consumer and of the producer: the 64K of a multiprocessor."""
-        return (240, 24) if self.warps * self.consumers <= 8 else (160, 32)
+        return (232, 40) if self.warps * self.consumers <= 8 else (160, 32)
 
 
 def default_tile(program: Program, d: int) -> Tile:
