@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from . import compat_fx, pointwise_text
-from .pointwise_graph import Builder, Const, Value
+from .pointwise_graph import Builder
 from .pointwise_text import NotPointwise as NotPointwise
+from .pointwise_values import Const, Value
 
 Score = Callable[..., Tensor]
 _SIZES = ((3, 5, 7, 11), (2, 3, 5, 13))  # of B, H, Sq, Sk while a score is traced
@@ -105,7 +106,8 @@ def _values(fn: Score, kinds: Sequence[Any], numbers: int, sizes: Sequence[int])
     values = {}
     placeholders = graph.find_nodes(op="placeholder")
     for name, node in zip(names(numbers, len(inputs)), placeholders, strict=True):
-        values[node] = builder.input(name, node.meta["val"].to("meta"))
+        val = node.meta["val"]  # may be a fake tensor
+        values[node] = builder.input(name, torch.empty(val.shape, dtype=val.dtype, device="meta"))
     results = builder.merge(graph, values, typed=True)
     if len(results) != 1:
         raise NotPointwise(f"expected one score, got {len(results)}")

@@ -51,7 +51,7 @@ def spans(condition: Condition, along: str) -> tuple[Span, ...]:
     parts = [_part(d, along) for d in disjuncts]
     before, rest = [p for p in parts if not p.lo], [p for p in parts if p.lo]
     found = [_first(before, along, size)] if before else []
-    if rest and all(p.hi for p in before):
+    if rest and (not found or found[0].hi != size):
         found.append(_last(rest, along, size, found[0].hi if found else None))
     return tuple(found)
 
@@ -135,40 +135,44 @@ def _is_scalar(number: Affine) -> bool:
 
 def _first(parts: list[_Part], along: str, size: str) -> Span:
     """One span from 0 over parts without a lower bound. Their full parts all begin at 0."""
-    hi, full = size, []
-    if all(p.hi for p in parts):
-        hi = _most([_least([_bound_text(v, along, 1) for v in p.hi]) for p in parts])
-    for p in parts:
-        if not p.more:
-            end = _least([_bound_text(v, along, 0) for v in p.hi]) if p.hi else size
-            full.append(_given(p, along, end, "0"))
-    return Span("0", hi, "0", _most(full) if full else "0")
+    hi = _most([_guarded(p, along, _high(p, along, size, 1), "0", 1) for p in parts], size)
+    whole = [p for p in parts if not p.more]
+    full = [_guarded(p, along, _high(p, along, size, 0), "0", 0) for p in whole]
+    return Span("0", hi, "0", _most(full, size) if full else "0")
 
 
 def _last(parts: list[_Part], along: str, size: str, start: str | None) -> Span:
-    """One span over parts with a lower bound, cut at ``start``."""
-    lo = _least([_most([_bound_text(v, along, 0) for v in p.lo]) for p in parts])
+    """One span over parts with a lower bound, cut at ``start``. Its full part is of those that
+    begin or end together."""
+    lo = _least([_guarded(p, along, _low(p, along, 0), size, 1) for p in parts])
     lo = lo if start is None else _most([lo, start])
-    hi, ends = size, all(p.hi for p in parts)
-    if ends:
-        hi = _most([_least([_bound_text(v, along, 1) for v in p.hi]) for p in parts])
+    hi = _most([_guarded(p, along, _high(p, along, size, 1), "0", 1) for p in parts], size)
     whole = [p for p in parts if not p.more]
-    if not whole or (len(parts) > 1 and any(p.hi for p in parts)):
-        return Span(lo, hi, lo, lo)
-    full_lo = [_most([_bound_text(v, along, 1) for v in p.lo]) for p in whole]
-    if not ends:
-        lows = [_given(p, along, low, size) for p, low in zip(whole, full_lo, strict=True)]
-        begin = _least(lows) if start is None else _most([_least(lows), start])
-        return Span(lo, hi, begin, size)
-    begin = full_lo[0] if start is None else _most([full_lo[0], start])
-    end = _least([_bound_text(v, along, 0) for v in whole[0].hi])
-    return Span(lo, hi, begin, _given(whole[0], along, end, begin))
+    if whole and all(p.lo == whole[0].lo for p in whole):
+        begin = _low(whole[0], along, 1)
+        ends = [_guarded(p, along, _high(p, along, size, 0), "0", 0) for p in whole]
+        end = _most(ends, size)
+    elif whole and all(p.hi == whole[0].hi for p in whole):
+        begin = _least([_guarded(p, along, _low(p, along, 1), size, 0) for p in whole])
+        end = _high(whole[0], along, size, 0)
+    else:
+        begin = end = lo
+    return Span(lo, hi, begin if start is None or begin == lo else _most([begin, start]), end)
 
 
-def _given(part: _Part, along: str, bound: str, nothing: str) -> str:
-    """A bound of a full part, which is empty unless all rows meet what is said of rows alone."""
+def _low(part: _Part, along: str, most: int) -> str:
+    return _most([_bound_text(v, along, most) for v in part.lo])
+
+
+def _high(part: _Part, along: str, size: str, most: int) -> str:
+    return _least([_bound_text(v, along, most) for v in part.hi]) if part.hi else size
+
+
+def _guarded(part: _Part, along: str, bound: str, nothing: str, most: int) -> str:
+    """A bound of a part, which is empty unless one (``most``) or all rows of the tile meet what is
+    said of rows alone."""
     for number in part.given:
-        bound = f"tl.where({_bound_text(number, along, 0)} >= 0, {bound}, {nothing})"
+        bound = f"tl.where({_bound_text(number, along, most)} >= 0, {bound}, {nothing})"
     return bound
 
 
@@ -176,8 +180,9 @@ def _least(texts: list[str]) -> str:
     return _nested("tl.minimum", texts)
 
 
-def _most(texts: list[str]) -> str:
-    return _nested("tl.maximum", texts)
+def _most(texts: list[str], limit: str = "") -> str:
+    """``limit``: what nothing exceeds."""
+    return limit if limit in texts else _nested("tl.maximum", texts)
 
 
 def _nested(function: str, texts: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,9 @@ from .attention_conditions import (
 from .attention_gradient import GradientBuilder, gradients
 from .attention_score import INDICES, names
 from .attention_spans import spans
-from .pointwise_graph import Builder, Const, Value, dtype_of, in_order, leaves, packet
+from .pointwise_graph import Builder
 from .pointwise_text import NotPointwise
+from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 
 aten = torch.ops.aten
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -42,20 +44,26 @@ class NoProgram(Exception):
 
 
 @functools.lru_cache(maxsize=1024)
-def program(text: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> Program:
+def program(
+    text: str, inputs: tuple[Input, ...], numbers: int, empty: str, exact: bool = True
+) -> Program:
     """The Program of a score's text, of inputs x0, x1, ... and so many numbers n0, n1, ...;
-    ``empty``: "zero" or "nan". Equal arguments give the same object, and texts that differ only in
-    spelling mostly equal ones. Raises NoProgram.
+    ``empty``: "zero" or "nan". ``exact``: tanh with an absolute error of 1e-7; else with a relative
+    one of 2^-11, by the card's instruction, which is less than that of scores of 16-bit numbers.
+    Equal arguments give the same object, and texts that differ only in spelling mostly equal ones.
+    Raises NoProgram.
     """
     if empty not in ("zero", "nan"):
         raise NoProgram(f"expected empty to be 'zero' or 'nan', got {empty!r}")
     try:
-        return _program(text, inputs, numbers, empty)
+        return _program(text, inputs, numbers, empty, exact)
     except (NotPointwise, scan_operations.Unknown, ValueError) as error:
         raise NoProgram(f"the score has no Triton program: {error}") from error
 
 
-def _program(text: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> Program:
+def _program(
+    text: str, inputs: tuple[Input, ...], numbers: int, empty: str, exact: bool
+) -> Program:
     graph, results = pointwise_text.read(text, names(numbers, len(inputs)))
     placeholders = graph.find_nodes(op="placeholder")
     graph.output(results)
@@ -64,10 +72,11 @@ def _program(text: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> 
     (result,) = builder.merge(graph, values)
     keep, score = _kept(builder, result)
     score = builder.convert(score, torch.float32)
+    documents, apart = _documents(keep, inputs)
     traced = _with_inputs(GradientBuilder, inputs, numbers)
     ds, others = gradients(traced, score, inputs)
 
-    fast = _with_inputs(_Fast, inputs, numbers)
+    fast = _with_inputs(_Exact if exact else _Fast, inputs, numbers)
     r = _Writer("tmpr")
     r.assign("r", in_units(fast, fast.take(score), LOG2E), "s")
     d = _Writer("tmpd")
@@ -77,21 +86,51 @@ def _program(text: str, inputs: tuple[Input, ...], numbers: int, empty: str) -> 
     return Program(
         inputs=inputs,
         numbers=numbers,
-        scale=_scale(builder, score),
+        scale=_factor(score, builder.inputs["s"]),
         score=r.text(),
         keep=_keep_text(keep),
-        row_spans=spans(keep, "k"),
-        column_spans=spans(keep, "q"),
-        documents=_documents(keep, inputs),
+        row_spans=spans(apart, "k"),
+        column_spans=spans(apart, "q"),
+        documents=documents,
         gradient=d.text(),
         differentiable=tuple(others),
         empty=empty,
+        slope=_factor(ds, traced.inputs["g"]),
     )
 
 
 class _Fast(GradientBuilder):
-    """A builder that writes tanh as a kernel had better compute it: with an absolute error of about
-    1e-7, which is what counts beside exp, and without a branch."""
+    """A builder that writes what kernels compute quickly: whole numbers become floats per row and
+    column, not per pair (places below 2^24 are exact as floats); factors come together."""
+
+    def operation(self, kind: Any, *operands: Value, op: Any = None) -> Value:
+        if kind in (aten.add, aten.sub, aten.mul, aten.div) and len(operands) == 2:
+            floats = any((dtype_of(a) or torch.int32).is_floating_point for a in operands)
+            if floats:
+                operands = tuple(
+                    self.convert(a, torch.float32) if dtype_of(a) == torch.int32 else a
+                    for a in operands
+                )
+            if kind is aten.mul and floats and not isinstance(operands[1], Const):
+                for first, last in (operands, operands[::-1]):
+                    outer = packet(first) is aten.mul and _size(first) >= _size(last)
+                    inner, factor = map(self.constant, first.args) if outer else (None, None)
+                    if isinstance(factor, Const):
+                        return self.operation(kind, self.operation(kind, inner, last), factor)
+        return super().operation(kind, *operands, op=op)
+
+    def convert(self, value: Value, dtype: torch.dtype, always: bool = False) -> Value:
+        kind = packet(value)
+        if kind in (aten.add, aten.sub, aten.abs, aten.neg) and dtype == torch.float32:
+            parts = [self.constant(a) for a in value.args]
+            inner = kind in (aten.abs, aten.neg) or any(_size(p) < _size(value) for p in parts)
+            if dtype_of(value) == torch.int32 and leaves(value) <= self._narrow and inner:
+                return self.operation(kind, *(self.convert(p, dtype) for p in parts))
+        return super().convert(value, dtype, always)
+
+
+class _Exact(_Fast):
+    """With tanh from the exponential: its absolute error is what counts beside exp."""
 
     def operation(self, kind: Any, *operands: Value, op: Any = None) -> Value:
         if kind is not aten.tanh:
@@ -99,6 +138,11 @@ class _Fast(GradientBuilder):
         double = self.operation(aten.mul, operands[0], Const(2 * LOG2E))
         divisor = self.operation(aten.add, self.call(aten.exp2.default, double), Const(1.0))
         return self.operation(aten.add, self.operation(aten.div, Const(-2.0), divisor), Const(1.0))
+
+
+def _size(value: Value) -> int:
+    """How many axes a value varies along, as a number that grows with them."""
+    return 1 if isinstance(value, Const) else int(value.meta["val"].numel())
 
 
 def _with_inputs(kind: type[Any], inputs: Sequence[Input], numbers: int) -> Any:
@@ -179,8 +223,12 @@ def _excludes(value: Value, finite: bool) -> bool:
     return value.value == -float("inf") or (finite and value.value <= least)
 
 
-def _documents(keep: Condition, inputs: Sequence[Input]) -> tuple[int, int] | None:
-    for part in keep.parts if isinstance(keep, And) else (keep,):
+def _documents(
+    keep: Condition, inputs: Sequence[Input]
+) -> tuple[tuple[int, int] | None, Condition]:
+    """The inputs of which equality is kept, and what is kept besides."""
+    parts = keep.parts if isinstance(keep, And) else (keep,)
+    for part in parts:
         if not isinstance(part, Atom) or part.kind != "==" or part.number.constant:
             continue
         terms = part.number.terms
@@ -192,8 +240,8 @@ def _documents(keep: Condition, inputs: Sequence[Input]) -> tuple[int, int] | No
                 continue
             rows, columns = inputs[i].axes, inputs[j].axes
             if "q" in rows and "k" not in rows and "k" in columns and "q" not in columns:
-                return i, j
-    return None
+                return (i, j), all_of(p for p in parts if p is not part)
+    return None, keep
 
 
 def _input_number(symbol: Symbol) -> int | None:
@@ -209,12 +257,16 @@ def _input_number(symbol: Symbol) -> int | None:
 # --- units ----------------------------------------------------------------------------------------
 
 
-def _scale(builder: Builder, score: Value) -> float | None:
-    if score is builder.inputs["s"]:
+def _factor(value: Value, of: Any) -> float | None:
+    """The number that a value is ``of`` times; None where it is not."""
+    if value is of:
         return 1.0
-    if packet(score) is aten.mul and score.args[0] is builder.inputs["s"]:
-        factor = builder.constant(score.args[1])
-        return float(factor.value) if isinstance(factor, Const) else None
+    if (
+        packet(value) is aten.mul
+        and value.args[0] is of
+        and isinstance(value.args[1], (int, float))
+    ):
+        return float(value.args[1])
     return None
 
 
@@ -234,13 +286,15 @@ def in_units(builder: Builder, value: Value, factor: float) -> Value:
         return in_units(builder, args[0], -factor)
     if kind is aten.mul and isinstance(args[1], Const):
         return in_units(builder, args[0], _product(args[1].value, factor))
+    if kind is aten.mul and min(map(_size, args)) < _size(value):
+        first, last = sorted(args, key=_size)
+        return builder.operation(kind, in_units(builder, first, factor), last)
     if kind is aten.div and isinstance(args[0], Const):
         return builder.operation(kind, Const(_product(args[0].value, factor)), args[1])
     value = builder.convert(value, torch.float32)
     product = builder.operation(aten.mul, value, Const(factor))
     if factor > 1 and _is_input(value):  # it may hold a dtype's least number, and -inf
-        overflown = builder.operation(aten.eq, product, Const(-float("inf")))
-        return builder.operation(aten.where, overflown, value, product)
+        product.meta["saturates"] = True
     return product
 
 
@@ -264,13 +318,32 @@ def _is_input(value: Value) -> bool:
 
 
 class _Translator(scan_pointwise.Translator):
-    """With the exponentials that the kernel's softmax has."""
+    """With the exponentials that the kernel's softmax has, and the card's own tanh."""
 
     def rule(self, node: Any) -> Any:
-        quick = {aten.exp: "tl.exp", aten.exp2: "tl.exp2"}.get(packet(node))
+        quick = _QUICK.get(packet(node))
+        if node.meta.get("saturates"):  # rounded towards 0, what is finite stays so
+            quick = _instruction(f"mul.rz.f32 $0, $1, 0f{_bits(node.args[1])};")
         if quick is None:
             return super().rule(node)
-        return lambda t, node: f"{quick}({t.operand(node.args[0], torch.float32)})"
+        return lambda t, node: quick.replace("{}", t.operand(node.args[0], torch.float32))
+
+
+def _instruction(text: str) -> str:
+    """An instruction of one operand, ``{}``."""
+    options = "dtype=tl.float32, is_pure=True, pack=1"
+    return f'tl.inline_asm_elementwise("{text}", "=f,f", [{{}}], {options})'
+
+
+def _bits(number: Any) -> str:
+    return struct.pack(">f", number).hex().upper()
+
+
+_QUICK = {
+    aten.exp: "tl.exp({})",
+    aten.exp2: "tl.exp2({})",
+    aten.tanh: _instruction("tanh.approx.f32 $0, $1;"),
+}
 
 
 class _Writer:

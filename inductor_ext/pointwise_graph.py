@@ -8,10 +8,9 @@ tensor with its dtype and the axes that it varies along (size 1 along the others
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,19 +18,10 @@ from torch import Tensor
 
 from . import compat_fx, pointwise_text
 from .pointwise_text import CONVERSIONS, FILLED, SAME, NotPointwise
+from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-
-@dataclasses.dataclass(frozen=True)
-class Const:
-    """One number everywhere. Without a dtype it takes part in promotion as a Python number does."""
-
-    value: bool | int | float
-    dtype: torch.dtype | None = None
-
-
-Value = Any  # a node or a Const
 _INFIX = (aten.add, aten.sub, aten.mul, aten.div)
 _COMMUTATIVE = {
     aten.add, aten.mul, aten.eq, aten.ne, aten.maximum, aten.minimum,
@@ -54,21 +44,6 @@ _OVERLOADS = {
     aten.maximum: (aten.maximum.default, aten.clamp_min.default, None),
     aten.minimum: (aten.minimum.default, aten.clamp_max.default, None),
 }
-
-
-def packet(value: Value) -> Any:
-    """The operation of a node ("aten.mul" of mul.Tensor); None of anything else."""
-    return getattr(getattr(value, "target", None), "overloadpacket", None)
-
-
-def dtype_of(value: Value) -> torch.dtype | None:
-    """The dtype of a node or Const; None of a number without one."""
-    return value.dtype if isinstance(value, Const) else value.meta["val"].dtype
-
-
-def leaves(value: Value) -> frozenset[str]:
-    """The names of the inputs that a value is made of."""
-    return frozenset() if isinstance(value, Const) else value.meta["leaves"]
 
 
 class Builder:
@@ -214,6 +189,11 @@ class Builder:
             kind, operands = _SWAPPED.get(kind, kind), operands[::-1]
         if kind in _COMMUTATIVE:
             operands = tuple(sorted(operands, key=_order))
+        if kind is aten.mul and len(operands) == 2:
+            for condition, other in (operands, operands[::-1]):
+                if dtype_of(condition) == torch.bool and self._is_finite(other):
+                    dtype = self._promoted(operands)
+                    return self._where(condition, self.convert(other, dtype), Const(0.0, dtype))
         simple = self._simplified(kind, *operands)
         if simple is not None:
             return simple
@@ -234,6 +214,11 @@ class Builder:
             return value
         if dtype_of(value) == torch.bool and dtype.is_floating_point:
             return self._where(value, Const(1.0, dtype), Const(0.0, dtype))
+        if packet(value) is aten.where and dtype.is_floating_point:
+            condition, *branches = self._operands(value)
+            if all(isinstance(b, Const) for b in branches):
+                branches = [Const(b.value, dtype_of(value)) for b in branches]
+                return self._where(condition, *(self.convert(b, dtype) for b in branches))
         if packet(value) is aten._to_copy and _keeps(
             value.args[0].meta["val"].dtype, dtype_of(value)
         ):
@@ -340,6 +325,15 @@ class Builder:
             results.append(self._folded(kind, tuple(given), op))
         return self._where(condition, *results)
 
+    def _is_finite(self, value: Value) -> bool:
+        """Whether a value is surely a finite floating-point number: made of constants."""
+        if isinstance(value, Const):
+            return isinstance(value.value, float) and math.isfinite(value.value)
+        if packet(value) is not aten.where or not dtype_of(value).is_floating_point:  # type: ignore[union-attr]
+            return False
+        branches = [Const(float(a)) if isinstance(a, (int, float)) else a for a in value.args[1:]]
+        return all(self._is_finite(self.constant(b)) for b in branches)
+
     def _folded(self, kind: Any, operands: tuple[Value, ...], op: Any) -> Const:
         tensors = [
             torch.full((1,), a.value, dtype=a.dtype)
@@ -427,34 +421,6 @@ class Builder:
         node.meta["key"] = (size, hashlib.sha256(text.encode()).hexdigest()[:16])
         self._known[known] = node
         return node
-
-
-def function_of(value: Any, inputs: Sequence[str]) -> torch.fx.GraphModule:
-    """A builder's node as a function of inputs by name."""
-    graph = torch.fx.Graph()
-    placeholders = {name: graph.placeholder(name) for name in inputs}
-    copies: dict[Any, Any] = {}
-    for node in in_order(value):
-        if node.op == "placeholder":
-            copies[node] = placeholders[str(node.target)]
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[value])
-    return torch.fx.GraphModule({}, graph)
-
-
-def in_order(value: Any) -> list[Any]:
-    """The nodes that a node is made of, each behind its arguments, itself last."""
-    found: dict[Any, None] = {}
-    stack = [(value, False)]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            found[node] = None
-        elif node not in found:
-            stack.append((node, True))
-            stack += [(a, False) for a in reversed(node.all_input_nodes)]
-    return list(found)
 
 
 def _own(number: Any) -> torch.dtype:

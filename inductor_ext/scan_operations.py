@@ -435,7 +435,7 @@ def rule_of(node: Any) -> Rule | None:
     if rule is None or (
         target.overloadpacket in _SCALAR_FIRST
         and target._overloadname in _OTHERWISE
-        and (target.overloadpacket, target._overloadname) != (aten.div, "Scalar")
+        and target not in (aten.div.Scalar, aten.where.Scalar)
     ):
         return None
     return rule
