@@ -87,6 +87,26 @@ TRIED: dict[int, dict[str, list[Options]]] = {
 }  # fmt: skip
 
 
+# The most telling ones, by case, part and options, for a run of half a minute.
+_N, _M, _E = (False, False), (True, False), (True, True)
+BRIEF: dict[str, dict[str, list[Options]]] = {
+    "d128 causal": {
+        "keys": [
+            *_tile(64, 64, 4, 2, forms=(_N, _M, _E)), *_tile(64, 128, 8, 3, forms=(_N, _M)),
+            (64, 64, 4, 2, True, False, 8),
+        ],
+        "rows": [*_tile(128, 64, 8, 3, forms=(_N, _M, _E)), *_tile(64, 64, 4, 2)],
+    },
+    "d128 full": {
+        "keys": _tile(64, 128, 8, 3, forms=(_N, _M)), "rows": _tile(128, 64, 8, 3, forms=(_N, _M)),
+    },
+    "d64 causal": {
+        "keys": [*_tile(64, 64, 4, 3, forms=(_N, _M, _E)), *_tile(64, 64, 4, 2)],
+        "rows": [*_tile(64, 64, 4, 3, forms=(_N, _M)), *_tile(64, 64, 4, 2)],
+    },
+}  # fmt: skip
+
+
 def label(options: Options) -> str:
     """Options in one word."""
     more = [name for name, on in zip(("merged", "early"), options[4:6], strict=True) if on]
@@ -321,7 +341,9 @@ def _whole(case: Case, tensors: tuple[Any, ...], out: Any, lse: Any) -> Callable
     )[:3]
 
 
-def rows(cases: Sequence[Case], parts: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows(
+    cases: Sequence[Case], parts: Sequence[str], brief: bool = False
+) -> Iterator[dict[str, Any]]:
     """A CSV row per case, part and tiling, SDPA's own backwards among them."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -338,6 +360,8 @@ def rows(cases: Sequence[Case], parts: Sequence[str]) -> Iterator[dict[str, Any]
         leaves = [t.detach().requires_grad_() for t in tensors[:3]]
         truth: dict[str, Any] = {}
         peers = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+        if brief:
+            del peers["flash"]
         for peer, backend in peers.items():
             row: dict[str, Any] = {"case": name, "part": "whole", "tiling": peer}
             try:
@@ -368,13 +392,38 @@ def rows(cases: Sequence[Case], parts: Sequence[str]) -> Iterator[dict[str, Any]
         yield row
         for part in parts:
             prepared = Part(case, part, tensors, out, lse)
-            for options in TRIED[D][part]:
+            for options in BRIEF[name][part] if brief else TRIED[D][part]:
                 row = {"case": name, "part": part, "tiling": label(options)}
                 try:
                     row |= _tried(prepared, options, truth, PRODUCTS[part] * flops)
                 except Exception as error:
                     row["failure"] = measure.one_line(error)
                 yield row
+
+
+def brief(out: Path, workers: int) -> None:
+    """What is in ``BRIEF``, the wholes and the masks of d128, a line each."""
+    from inductor_ext.compat_launch import direct_launches
+
+    cases = [case for case in CASES if case[0] in BRIEF]
+    compiled: list[tuple[Any, ...]] = [(cases[0], "masks", (mask,)) for mask in MASKS]
+    compiled += [
+        (case, part, options)
+        for case in cases
+        for part, tried in BRIEF[case[0]].items()
+        for options in tried
+        if options[6:] == ()
+    ]
+    common.run_in_pool(compile_one, compiled, workers, None)
+    file = common.CsvFile(out / "attention_tilings_backward.csv", FIELDS)
+    with direct_launches():
+        for row in itertools.chain(rows(cases, ("keys", "rows"), True), mask_rows(cases[:1])):
+            file.write(row)
+            numbers = [f"{row.get(name, 0):.4g}" for name in ("us", "tflops", "error")]
+            same = row.get("same", "")
+            words = [row["case"], row["part"], row["tiling"], *numbers, same]
+            print(*words, row.get("failure", "")[:60], flush=True)
+    file.close()
 
 
 def mask_rows(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -413,12 +462,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     names = tuple(case[0] for case in CASES)
-    add("--kinds", type=common.names_of(("bwd", "whole", "masks")), default=["bwd"])
+    add("--kinds", type=common.names_of(("bwd", "whole", "masks", "brief")), default=["bwd"])
     add("--cases", type=common.names_of(names), default=list(names[:3]), help=", ".join(names))
     add("--out", type=Path, default=Path("attention_backward"), help="folder of the CSV file")
     add("--workers", type=int, default=14, help="processes that compile")
     add("--budget-seconds", type=float, help="time for timing")
     args = parser.parse_args(argv)
+    if "brief" in args.kinds:
+        brief(args.out, args.workers)
+        return 0
     cases = [case for case in CASES if case[0] in args.cases]
     parts = ("keys", "rows") if "bwd" in args.kinds else ()
     compiled = tasks(cases) if parts else []

@@ -30,8 +30,9 @@ from .attention_conditions import (
 from .attention_gradient import GradientBuilder, gradients
 from .attention_score import INDICES, names
 from .attention_spans import spans
-from .pointwise_graph import Builder, Const, Value, dtype_of, in_order, leaves, packet
+from .pointwise_graph import Builder
 from .pointwise_text import NotPointwise
+from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 
 aten = torch.ops.aten
 _LARGEST = float(torch.finfo(torch.float32).max)

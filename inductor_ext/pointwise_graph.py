@@ -8,10 +8,9 @@ tensor with its dtype and the axes that it varies along (size 1 along the others
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,19 +18,10 @@ from torch import Tensor
 
 from . import compat_fx, pointwise_text
 from .pointwise_text import CONVERSIONS, FILLED, SAME, NotPointwise
+from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-
-@dataclasses.dataclass(frozen=True)
-class Const:
-    """One number everywhere. Without a dtype it takes part in promotion as a Python number does."""
-
-    value: bool | int | float
-    dtype: torch.dtype | None = None
-
-
-Value = Any  # a node or a Const
 _INFIX = (aten.add, aten.sub, aten.mul, aten.div)
 _COMMUTATIVE = {
     aten.add, aten.mul, aten.eq, aten.ne, aten.maximum, aten.minimum,
@@ -54,21 +44,6 @@ _OVERLOADS = {
     aten.maximum: (aten.maximum.default, aten.clamp_min.default, None),
     aten.minimum: (aten.minimum.default, aten.clamp_max.default, None),
 }
-
-
-def packet(value: Value) -> Any:
-    """The operation of a node ("aten.mul" of mul.Tensor); None of anything else."""
-    return getattr(getattr(value, "target", None), "overloadpacket", None)
-
-
-def dtype_of(value: Value) -> torch.dtype | None:
-    """The dtype of a node or Const; None of a number without one."""
-    return value.dtype if isinstance(value, Const) else value.meta["val"].dtype
-
-
-def leaves(value: Value) -> frozenset[str]:
-    """The names of the inputs that a value is made of."""
-    return frozenset() if isinstance(value, Const) else value.meta["leaves"]
 
 
 class Builder:
@@ -446,34 +421,6 @@ class Builder:
         node.meta["key"] = (size, hashlib.sha256(text.encode()).hexdigest()[:16])
         self._known[known] = node
         return node
-
-
-def function_of(value: Any, inputs: Sequence[str]) -> torch.fx.GraphModule:
-    """A builder's node as a function of inputs by name."""
-    graph = torch.fx.Graph()
-    placeholders = {name: graph.placeholder(name) for name in inputs}
-    copies: dict[Any, Any] = {}
-    for node in in_order(value):
-        if node.op == "placeholder":
-            copies[node] = placeholders[str(node.target)]
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[value])
-    return torch.fx.GraphModule({}, graph)
-
-
-def in_order(value: Any) -> list[Any]:
-    """The nodes that a node is made of, each behind its arguments, itself last."""
-    found: dict[Any, None] = {}
-    stack = [(value, False)]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            found[node] = None
-        elif node not in found:
-            stack.append((node, True))
-            stack += [(a, False) for a in reversed(node.all_input_nodes)]
-    return list(found)
 
 
 def _own(number: Any) -> torch.dtype:
