@@ -43,6 +43,13 @@ class Shadow:
     settled: set[Any] = dataclasses.field(default_factory=set)
     rewritten: dict[int, Any] = dataclasses.field(default_factory=dict)
     homes: dict[int, int] = dataclasses.field(default_factory=dict)
+    writers: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+
+    def last_write(self, node: Any) -> Any:
+        """The node of the program that is the last to write to a shadow node's memory, of what is
+        mutated; None where that is not known."""
+        found = self.writers.get(self._memory(node), [None])
+        return None if None in found else max(found, key=self.order.__getitem__)
 
     def _memory(self, node: Any) -> int:
         """The key of the memory that holds a shadow node's value in the program."""
@@ -93,6 +100,7 @@ class _Recorder(TorchDispatchMode):
         self.outside: set[int] = set()  # memory that is not made here
         self.stale: dict[int, int] = {}  # tensors that are no values any more -> their memory
         self.mutated: set[int] = set()
+        self.writers: dict[int, list[Any]] = {}  # of memory; None among them if not all known
         self.pure = True
         self.settled = True  # nothing but values of memory of the program's own is written
         self.homes: dict[int, int] = {}
@@ -112,6 +120,10 @@ class _Recorder(TorchDispatchMode):
         """A tensor whose memory another one has written to since is not followed."""
         if id(tensor) in self.stale:
             self.mutated.add(self.stale[id(tensor)])
+
+    def writes(self, key: int, node: Any) -> None:
+        self.mutated.add(key)
+        self.writers.setdefault(key, []).append(node)
 
     def put(self, tensor: torch.Tensor, node: Any) -> None:
         node.meta["val"], node.meta["made_in"] = tensor, self.running
@@ -174,7 +186,8 @@ class _Recorder(TorchDispatchMode):
                 self.pure = self.settled = False
             return written[0]
         self.pure = self.settled = False
-        self.mutated.update(map(compat_pre_grad.storage_key, written))
+        for tensor in written:
+            self.writes(compat_pre_grad.storage_key(tensor), self.running)
         returns = func._schema.returns
         if not returns:
             return None
@@ -190,6 +203,7 @@ class _Recorder(TorchDispatchMode):
         if others or key in self.shared:
             self.pure = False
             self.versions.append((self.nodes[id(value)], key))
+        self.writers.setdefault(key, []).append(self.running)
         for other in others:
             self.stale[id(other)] = key
 
@@ -270,7 +284,7 @@ class _Run:
         recorder = self.recorder
         return Shadow(
             recorder.graph, of, first, order, self.grad, self.pure, recorder.mutated, self.settled,
-            self.rewritten, recorder.homes,
+            self.rewritten, recorder.homes, recorder.writers,
         )  # fmt: skip
 
     def _hold(self, value: Any) -> None:
@@ -344,7 +358,7 @@ class _Run:
             found = self.values.get(source)
             for one in found if isinstance(found, (tuple, list)) else [found]:
                 if isinstance(one, torch.Tensor):
-                    self.recorder.mutated.add(compat_pre_grad.storage_key(one))
+                    self.recorder.writes(compat_pre_grad.storage_key(one), None)
 
 
 def _depends_on_data(known: Any) -> bool:

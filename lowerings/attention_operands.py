@@ -18,20 +18,24 @@ from inductor_ext.shadow import Shadow, value_of
 
 @dataclasses.dataclass
 class Operand:
-    """A node of the program, where its elements are, and the dtype to convert it to."""
+    """A node of the program, where its elements are, and the dtype to convert it to. ``after``: a
+    node behind which it has its value."""
 
     node: Any
     place: Place
     dtype: torch.dtype
+    after: Any = None
 
 
 def _is_exact(before: torch.dtype, after: torch.dtype) -> bool:
     return before == after or (before in (torch.float16, torch.bfloat16) and after == torch.float32)
 
 
-def operand(seen: Shadow, axes: Axes, node: Any, place: Place, dtype: torch.dtype) -> Operand:
-    """What a factor of a product is in ``dtype``: the node nearest to it, but behind what copies it
-    or repeats it along an axis. Raises NoSite, NoPlace."""
+def operand(
+    seen: Shadow, axes: Axes, node: Any, place: Place, dtype: torch.dtype, product: Any
+) -> Operand:
+    """What a factor of ``product`` is in ``dtype``: the node nearest to it, but behind what copies
+    it or repeats it along an axis. Raises NoSite, NoPlace."""
     found: tuple[Any, Place] | None = None
     rounded: torch.dtype | None = None
     stale = True
@@ -48,6 +52,8 @@ def operand(seen: Shadow, axes: Axes, node: Any, place: Place, dtype: torch.dtyp
                 rounded = after
             elif found is not None and dtype_of(found[0]) == dtype:
                 break
+            if seen.is_mutated(node.args[0]):
+                break  # it was converted then
             node = node.args[0]
             continue
         below = None
@@ -57,7 +63,7 @@ def operand(seen: Shadow, axes: Axes, node: Any, place: Place, dtype: torch.dtyp
             except NoPlace:
                 if found is None:
                     raise
-        if below is None:
+        if below is None or (node.target in COPIES and seen.is_mutated(below[0])):
             break
         kept = {a for i in axes.now(place) for a in i.axes}
         left = {a for i in axes.now(below[1]) for a in i.axes}
@@ -68,7 +74,20 @@ def operand(seen: Shadow, axes: Axes, node: Any, place: Place, dtype: torch.dtyp
     own = dtype_of(found[0])
     if rounded not in (None, dtype) or not (_is_exact(own, dtype) or rounded == dtype):
         raise NoSite(f"a factor is in {own}, another in {dtype}")
-    return Operand(program_node(seen, found[0]), axes.now(found[1]), dtype)
+    after = _last_write(seen, found[0], product)
+    place = axes.now(found[1])
+    if after is not None:
+        return Operand(seen.first[found[0]], place, dtype, after)
+    return Operand(program_node(seen, found[0]), place, dtype)
+
+
+def _last_write(seen: Shadow, node: Any, product: Any) -> Any:
+    """The last node that writes to the memory of a factor, if all that do come before its use."""
+    used = product.meta["made_in"]
+    if not seen.is_mutated(node) or used is None:
+        return None
+    last = seen.last_write(node)
+    return last if last is not None and seen.order[last] < seen.order[used] else None
 
 
 class Sizes:

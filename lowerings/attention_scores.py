@@ -244,7 +244,8 @@ class Scores:
                 node.op == "call_function"
                 and (node.target in _POSITIONS or node.target in _FILLED or bool(sources))
                 and (not sources or node.target in _FILLED or is_view(node)
-                     or is_pointwise(node) or node.target in _TRIANGLES)
+                     or is_pointwise(node) or node.target in _TRIANGLES
+                     or node.target is aten.index.Tensor)
                 and (node.target in _FILLED or all(map(self._is_constant, sources)))
             )  # fmt: skip
         return self._constant[node]

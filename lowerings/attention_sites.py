@@ -211,9 +211,11 @@ def operands(site: Site, pairs: list[tuple[Any, Place, Any, Place]], inner: list
     place) along ``inner``."""
     axes, (value_node, value_at) = site.axes, site.value
     dtype = dtype_of(value_node)
-    q = [operand(site.seen, axes, n, p, dtype) for n, p, _, _ in pairs]
-    k = [operand(site.seen, axes, n, p, dtype) for _, _, n, p in pairs]
-    v = operand(site.seen, axes, value_node, value_at, dtype)
+    used = (*(node for node, _ in (site.scores.product.parts if site.scores else [])),)
+    used = used or (site.result,) * len(pairs)
+    q = [operand(site.seen, axes, p[0], p[1], dtype, n) for p, n in zip(pairs, used, strict=True)]
+    k = [operand(site.seen, axes, p[2], p[3], dtype, n) for p, n in zip(pairs, used, strict=True)]
+    v = operand(site.seen, axes, value_node, value_at, dtype, used[0])
     channels = [axes.flat(index.axes) for index in inner]
     keys = axes.flat(site.keys.axes)
     of_values = [i for i in axes.now(site.place) if i.axes]
@@ -279,7 +281,9 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
             text, _ = text_of(function, sample, empty)
     tensors = list(dict.fromkeys(o.node for o in (*made.q, *made.k, made.v, *inputs, *sinks)))
     sizes = Sizes(seen, tensors)
-    needed = [n for size in function.numbers for n in sizes.needed(size)]
+    factors = (*made.q, *made.k, made.v)
+    needed = [o.after for o in factors if o.after is not None]
+    needed += [n for size in function.numbers for n in sizes.needed(size)]
     for axis in (*roles.b, *roles.h, *roles.q, *roles.k, *sum(made.channels, ()), *made.values):
         needed += sizes.needed(axes.size((axis,)))
     result = seen.first[site.result]
