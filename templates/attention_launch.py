@@ -87,7 +87,7 @@ def by_gluon(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], program: Program
 ) -> bool:  # fmt: skip
     """Whether ``forward`` takes the kernel of ``attention_gluon``. Launches nothing."""
-    return attention_gluon_launch.applies(q, k, v)
+    return attention_gluon_launch.applies(q, k, v, program)
 
 
 def forward(
