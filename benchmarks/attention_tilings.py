@@ -4,7 +4,7 @@ One command, ``python -m benchmarks.attention_tilings --kinds fwd --out DIR``. K
 pool of processes first. "error" is the relative error by the norm against SDPA, which rounds to
 bf16 as well: up to about 4e-3 is rounding. "TF" counts 4 B H Sq Sk D operations, half for causal.
 ``masks`` are scores of other kinds, checked against fp32; ``columns`` sums of weights, checked by
-the number of rows.
+the number of rows; ``compare`` the chosen tiling of each score beside the Gluon kernel's.
 """
 
 from __future__ import annotations
@@ -42,22 +42,18 @@ def _tile(
 
 
 MERGED = {"merged": (True,)}
-LATE = {"late": (True,)}
 TRIED: dict[int, list[Options]] = {
     64: [
         *_tile(64, 128, 4, (2,), merged=(False, True)),
         *_tile(64, 64, 4, (3, 4), merged=(False, True)),
-        *_tile(64, 64, 4, (3, 4), **LATE),
         *_tile(128, 64, 4, (3,), **MERGED),
         *_tile(64, 128, 4, (2,), near=(8, 48)),
     ],
     128: [
         *_tile(128, 128, 8, (3,), **MERGED),
-        *_tile(128, 128, 8, (3,), **LATE),
         *_tile(128, 64, 4, (2,), **MERGED),
         *_tile(128, 32, 4, (3, 4), merged=(False, True)),
         *_tile(64, 64, 4, (3,), merged=(False, True)),
-        *_tile(64, 64, 4, (3,), **LATE),
         *_tile(64, 64, 4, (3,), near=(8, 48)),
         *_tile(128, 128, 8, (3,), **MERGED, near=(8, 48)),
     ],
@@ -67,21 +63,17 @@ MASKED: dict[int, list[Options]] = {
     64: [
         *_tile(64, 128, 4, (2,), merged=(False, True)),
         *_tile(64, 64, 4, (3,), merged=(False, True)),
-        *_tile(64, 64, 4, (3,), **LATE),
         *_tile(128, 64, 4, (3,), **MERGED),
         *_tile(64, 64, 4, (2,)),
     ],
     128: [
         *_tile(128, 128, 8, (3,), **MERGED),
-        *_tile(128, 128, 8, (3,), **LATE),
         *_tile(128, 64, 4, (2,), **MERGED),
         *_tile(64, 64, 4, (3,), merged=(False, True)),
-        *_tile(64, 64, 4, (3,), **LATE),
         *_tile(64, 64, 4, (2,)),
         *_tile(128, 64, 8, (3,)),
-        *_tile(128, 64, 8, (3,), **LATE),
     ],
-}  # late and merged never together: a branch ends what runs beside it
+}
 COLUMNS: dict[int, list[Options]] = {
     d: [
         *_tile(64, 128, 4, (2, 3)),
@@ -97,6 +89,8 @@ COLUMNS: dict[int, list[Options]] = {
 def label(options: Options) -> str:
     """Options in one word."""
     values = dict(options)
+    if "chosen" in values:
+        return str(values["chosen"])
     shape = "x".join(str(values.pop(k)) for k in ("block_m", "block_n", "warps", "stages"))
     extra = [k if v is True else f"{k}={v}" for k, v in values.items() if v is not False]
     return " ".join([shape, *extra])
@@ -172,7 +166,7 @@ def program_of(name: str, d: int) -> Any:
     return Program(given, score=f"r = s * {factor!r} + {added[name]}", **past)
 
 
-KINDS = ("fwd", "masks", "columns")
+KINDS = ("fwd", "masks", "columns", "compare")
 MASKS = ("window", "sinks", "softcap", "alibi", "bias", "slots", "documents")
 
 
@@ -221,14 +215,23 @@ def pairs(name: str, S: int, inputs: Sequence[Any]) -> float:
     return S * S if name == "full" else S * S / 2
 
 
-def launch(case: Case, name: str, options: Options | None) -> Callable[..., Any]:
-    """A call of (q, k, v, *inputs) that gives the output."""
-    from inductor_ext.templates import attention_launch
+PLAIN, GLUON = (("chosen", "plain"),), (("chosen", "gluon"),)
 
-    program = program_of(name, case[4])
-    chosen = None if options is None else attention_launch.Tiling(**dict(options))
+
+def launch(case: Case, name: str, options: Options) -> Callable[..., Any]:
+    """A call of (q, k, v, *inputs) that gives the output; options may be ``PLAIN``, ``GLUON``."""
+    import torch
+    from inductor_ext.templates import attention_gluon_launch, attention_launch
+
+    program, d = program_of(name, case[4]), case[4]
+    if options == PLAIN:
+        chosen = attention_launch.tiling(program, torch.bfloat16, d, d)
+    elif options != GLUON:
+        chosen = attention_launch.Tiling(**dict(options))
 
     def call(q: Any, k: Any, v: Any, *inputs: Any) -> Any:
+        if options == GLUON:
+            return attention_gluon_launch.forward(q, k, v, inputs, (), program)[0]
         return attention_launch.forward(q, k, v, inputs, (), program, "ieee", chosen)[0]
 
     return call
@@ -243,7 +246,7 @@ def draw(case: Case, S: int | None = None) -> tuple[Any, ...]:
     return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
 
-def compile_one(case: Case, name: str, options: Options | None) -> str:
+def compile_one(case: Case, name: str, options: Options) -> str:
     """Launch once on a small input, for Triton's cache."""
     import torch
 
@@ -253,7 +256,7 @@ def compile_one(case: Case, name: str, options: Options | None) -> str:
         inputs = inputs_of(name, case[2], 256)
         launch(case, name, options)(*draw(case, 256), *inputs)
     torch.cuda.synchronize()
-    return label(options or ())
+    return label(options)
 
 
 def compile_columns(case: Case, options: Options) -> str:
@@ -300,6 +303,13 @@ def tasks(kinds: Sequence[str]) -> list[tuple[Any, ...]]:
             for i in (0, 2)
             for name in MASKS
             for options in MASKED[CASES[i][4]]
+        ]
+    if "compare" in kinds:
+        found += [
+            ("compare", CASES[i], name, options)
+            for i in (0, 2)
+            for name in ("causal", *MASKS)
+            for options in (PLAIN, GLUON)
         ]
     if "columns" in kinds:
         found += [
@@ -354,12 +364,15 @@ def rows(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield row
     for case in (CASES[0], CASES[2]) if "masks" in kinds else ():
         for mask in MASKS:
-            yield from _masked(case, mask)
+            yield from _masked(case, mask, MASKED[case[4]])
+    for case in (CASES[0], CASES[2]) if "compare" in kinds else ():
+        for mask in ("causal", *MASKS):
+            yield from _masked(case, mask, [PLAIN, GLUON])
     for case in (CASES[0], CASES[2]) if "columns" in kinds else ():
         yield from _columns(case)
 
 
-def _masked(case: Case, mask: str) -> Iterator[dict[str, Any]]:
+def _masked(case: Case, mask: str, tried: Sequence[Options]) -> Iterator[dict[str, Any]]:
     import torch
 
     from inductor_ext import measure
@@ -371,7 +384,7 @@ def _masked(case: Case, mask: str) -> Iterator[dict[str, Any]]:
     given = inputs_of(mask, H, S)
     inputs = (*draw(case), *given)
     flops = 4.0 * B * H * pairs(mask, S, given) * D
-    for options in MASKED[D]:
+    for options in tried:
         row = {"case": f"{name} {mask}", "tiling": label(options)}
         try:
             call = launch(case, mask, options)
@@ -429,6 +442,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.write(row)
             found.append(row)
     file.close()
+    if args.kinds == ["compare"]:
+        lines = [[row["case"], *(row.get(f, "") for f in FIELDS[1:])] for row in found]
+        common.print_table("plain Triton and Gluon", FIELDS, lines)
+        return 0
     for case in dict.fromkeys(row["case"] for row in found):
         of_case = sorted(
             (row for row in found if row["case"] == case), key=lambda row: row.get("us", 1e30)

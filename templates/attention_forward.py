@@ -30,15 +30,13 @@ class Layout:
     """The operands, the ``precision`` of products of fp32, and the form of the loop.
 
     ``merged``: one loop over all tiles, whose mask is a branch, in place of one over whole tiles
-    and one over the others. ``late``: p of a tile meets v one step later, which lets that product
-    run beside the next softmax. ``described``: inputs read by descriptors."""
+    and one over the others. ``described``: inputs read by descriptors."""
 
     q: Operand
     k: Operand
     v: Operand
     precision: str = ""
     merged: bool = False
-    late: bool = False
     described: tuple[int, ...] = ()
 
     @property
@@ -133,9 +131,9 @@ def _dtype(layout: Layout) -> str:
     return f"{layout.v.name}_ptr.dtype.element_ty"
 
 
-def _loads(operand: Operand, tiles: str, start: str, limit: str) -> str:
+def _loads(operand: Operand, tiles: str, limit: str) -> str:
     return "\n".join(
-        f"{tiles}{i} = {operand.load(i, start, 'BLOCK_N', limit)}"
+        f"{tiles}{i} = {operand.load(i, 'k_start', 'BLOCK_N', limit)}"
         for i in range(len(operand.pieces))
     )
 
@@ -144,14 +142,14 @@ def _scores(layout: Layout, limit: str) -> str:
     count = range(len(layout.q.pieces))
     queries, keys = [f"qt{i}" for i in count], [f"kt{i}.T" for i in count]
     return joined(
-        _loads(layout.k, "kt", "k_start", limit),
+        _loads(layout.k, "kt", limit),
         f"s = {text.product(queries, keys, _dot(layout))}",
     )
 
 
-def _values(layout: Layout, start: str, limit: str) -> str:
-    """acc rescaled, plus ``p`` times the tile of v at ``start``."""
-    lines = [_loads(layout.v, "vt", start, limit)]
+def _values(layout: Layout, limit: str) -> str:
+    """acc rescaled, plus ``p`` times the tile of v."""
+    lines = [_loads(layout.v, "vt", limit)]
     for i in range(len(layout.v.pieces)):
         lines += [
             f"acc{i} = acc{i} * alpha[:, None]",
@@ -163,44 +161,19 @@ def _values(layout: Layout, start: str, limit: str) -> str:
 def _body(program: Program, layout: Layout, how: str) -> str:
     """One tile of keys; ``how``: "full", "partial" or "merged"."""
     limit = "" if how == "full" else "columns"
-    softmax = joined(_score(program, layout, how), _softmax(program, how != "full"))
-    if not layout.late:
-        return joined(_scores(layout, limit), softmax, _values(layout, "k_start", limit))
     return joined(
-        _scores(layout, limit), _carried_values(layout, limit), softmax, _carry(layout),
-        "k_last = k_start",
-    )  # fmt: skip
-
-
-def _carry(layout: Layout) -> str:
-    """p for the next step, as whole numbers: an operand that is itself carried by a loop would
-    pass through shared memory."""
-    bits = "tl.int32" if layout.precision else "tl.int16"
-    return f"carried = p.to({_dtype(layout)}).to({bits}, bitcast=True)"
-
-
-def _carried_values(layout: Layout, limit: str) -> str:
-    return joined(
-        f"p = carried.to({_dtype(layout)}, bitcast=True)", _values(layout, "k_last", limit)
+        _scores(layout, limit),
+        _score(program, layout, how),
+        _softmax(program, how != "full"),
+        _values(layout, limit),
     )
 
 
 def _steps(program: Program, layout: Layout, tiles: text.Loops) -> str:
     one = functools.partial(_body, program, layout)
     if layout.merged:
-        loop = tiles.merged(one("merged"))
-    else:
-        loop = joined(tiles.full(one("full")), tiles.partial(one("partial")))
-    if not layout.late:
-        return loop
-    return joined(
-        "p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
-        _carry(layout),
-        "alpha = tl.full([BLOCK_M], 1.0, tl.float32)",
-        "k_last = q_start * 0",
-        loop,
-        _carried_values(layout, "columns"),
-    )
+        return tiles.merged(one("merged"))
+    return joined(tiles.full(one("full")), tiles.partial(one("partial")))
 
 
 def _end(program: Program, layout: Layout) -> str:

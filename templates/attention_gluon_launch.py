@@ -49,7 +49,7 @@ class Tile:
     @property
     def registers(self) -> tuple[int, int]:
         """Per thread of a consumer and of the producer: the 64K of a multiprocessor."""
-        return (240, 24) if self.warps * self.consumers <= 8 else (160, 32)
+        return (232, 40) if self.warps * self.consumers <= 8 else (160, 32)
 
 
 def default_tile(program: Program, d: int) -> Tile:
@@ -211,14 +211,19 @@ def define(program: Program) -> ModuleType:
 kernels = functools.cache(define)
 
 
-def _described(x: torch.Tensor, block: list[int]) -> Any:
+@functools.cache
+def _shared_layout() -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(128, 16, rank=4)
+
+
+def _described(x: torch.Tensor, block: list[int]) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = NVMMASharedLayout(128, 16, rank=4)
     # The step of a dimension of one entry is never taken, but has to be one that a map can have.
     strides = [8 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _shared_layout())
 
 
 def _like(q: torch.Tensor, dim: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from .attention_text import Operand, by_tma, describable, score_values
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged`` and ``late`` as in
+    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged`` as in
     ``attention_forward.Layout``; ``near``: MiB of keys and values that are streamed at a time,
     which should stay in L2."""
 
@@ -31,22 +31,30 @@ class Tiling:
     warps: int
     stages: int
     merged: bool = False
-    late: bool = False
     near: int = 24
 
 
-def tiling(dtype: torch.dtype, d: int, dv: int, matrices: int = 0, tma: bool = True) -> Tiling:
-    """What is launched for heads of d and dv numbers, with so many inputs [.., Sq, Sk]; ``tma``:
-    whether descriptors describe q, k and v. Measured on an H200 at 64, 128 and 256."""
+def tiling(program: Program, dtype: torch.dtype, d: int, dv: int, tma: bool = True) -> Tiling:
+    """What is launched for heads of d and dv numbers; ``tma``: whether descriptors describe q, k
+    and v. Measured on an H200 at 64, 128 and 256: two programs on a multiprocessor, one of which
+    computes while the other waits, are better than one large one, unless a matrix is read."""
     widest = max(d, dv)
+    axes = [set(given.axes) for given in program.inputs]
+    matrix = any({"q", "k"} <= a for a in axes)
+    vector = any("k" in a for a in axes)  # copied ahead, where there is no branch around it
     if dtype == torch.float32:
         return Tiling(64, 32, 4, 2) if widest <= 128 else Tiling(16, 16, 4, 1)
     if not tma:
         return Tiling(64, 64, 8, 2) if widest <= 128 else Tiling(64, 32, 8, 2)
     if widest <= 64:
-        return Tiling(64, 64 if matrices else 128, 4, 2)
+        if matrix or program.documents:
+            return Tiling(64, 64, 4, 3, merged=True)
+        whole = len(program.row_spans) == 1 and program.row_spans[0].lo == "0"
+        return Tiling(64, 128 if whole and not vector else 64, 4, 2)
     if widest <= 128:
-        return Tiling(64, 64, 4, 2 if matrices else 3)
+        if matrix:
+            return Tiling(128, 64, 8, 3)
+        return Tiling(64, 64, 4, 3, merged=vector or attention_forward.simple(program))
     if widest <= 256:
         return Tiling(128, 64, 8, 2, merged=True)
     return Tiling(64, 32, 8, 2, merged=True)
@@ -86,8 +94,11 @@ def section(k: Tensor, v: Tensor, heads: int, near: int) -> int:
 def by_gluon(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], program: Program
 ) -> bool:  # fmt: skip
-    """Whether ``forward`` takes the kernel of ``attention_gluon``. Launches nothing."""
-    return attention_gluon_launch.applies(q, k, v, program)
+    """Whether ``forward`` takes the kernel of ``attention_gluon``. Launches nothing. Heads of 64 and
+    matrices, which that kernel reads element by element, are faster here (on an H200)."""
+    matrix = any({"q", "k"} <= set(given.axes) for given in program.inputs)
+    wide = max(q.shape[3], v.shape[3]) > 64
+    return wide and not matrix and attention_gluon_launch.applies(q, k, v, program)
 
 
 def forward(
@@ -111,12 +122,11 @@ def forward(
     if not columns:
         return out.fill_(0.0 if program.empty == "zero" else float("nan")), lse.fill_(-float("inf"))
     described = describable(program, inputs)
-    matrices = sum({"q", "k"} <= set(given.axes) for given in program.inputs)
     tma = by_tma(q) and by_tma(k) and by_tma(v)
-    chosen = chosen or tiling(q.dtype, d, dv, matrices, tma)
+    chosen = chosen or tiling(program, q.dtype, d, dv, tma)
     layout = attention_forward.Layout(
         operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
-        chosen.merged, chosen.late, described,
+        chosen.merged, described,
     )  # fmt: skip
     values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
     values |= layout.v.values(v, chosen.block_n) | layout.out.values(out, chosen.block_m)

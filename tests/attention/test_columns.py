@@ -52,7 +52,7 @@ def judge(score, q, k, inputs, first_row, chosen=SMALL):
 def test_scores(name, first_row):
     score = SCORES[name]
     q, k = draw(45, 45, 16, BF16, 2, 1)
-    judge(score, q, k, draw_inputs(score, 2, 2, 45, 45, BF16), first_row)
+    judge(score, q, k, draw_inputs(score, 2, 2, 45, 45), first_row)
 
 
 @pytest.mark.parametrize(

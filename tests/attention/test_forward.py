@@ -15,9 +15,7 @@ from inductor_ext import measure
 from inductor_ext.testing import launches_interpreted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PLAIN, LATE = Tiling(16, 16, 4, 2), Tiling(16, 16, 4, 2, late=True)
-MERGED = Tiling(16, 32, 4, 2, merged=True)
-BOTH = dataclasses.replace(MERGED, late=True)
+PLAIN, MERGED = Tiling(16, 16, 4, 2), Tiling(16, 32, 4, 2, merged=True)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +27,7 @@ def poisoned():
     torch.use_deterministic_algorithms(before)
 
 
-def ours(score, q, k, v, inputs=(), chosen=LATE, precision="ieee", empty="zero"):
+def ours(score, q, k, v, inputs=(), chosen=PLAIN, precision="ieee", empty="zero"):
     program = dataclasses.replace(score.program, empty=empty)
     with launches_interpreted(launch, attention_documents):
         return launch.forward(q, k, v, inputs, score.numbers, program, precision, chosen)
@@ -62,19 +60,19 @@ def judge(score, q, k, v, inputs=(), rtol=1e-6, **options):
 
 
 @pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize(("dtype", "chosen"), [(BF16, LATE), (FP32, PLAIN)])
+@pytest.mark.parametrize(("dtype", "chosen"), [(BF16, PLAIN), (FP32, MERGED)])
 def test_scores(name, dtype, chosen):
     score = SCORES[name]
     q, k, v = draw(45, 45, dtype=dtype, heads=2, kv_heads=1)
-    judge(score, q, k, v, draw_inputs(score, 2, 2, 45, 45, dtype), chosen=chosen)
+    judge(score, q, k, v, draw_inputs(score, 2, 2, 45, 45), chosen=chosen)
 
 
 @pytest.mark.parametrize("name", ["scale", "sinks", "softcap", "documents", "learned bias"])
-@pytest.mark.parametrize("chosen", [MERGED, BOTH, dataclasses.replace(PLAIN, near=0)])
+@pytest.mark.parametrize("chosen", [MERGED, dataclasses.replace(PLAIN, near=0)])
 def test_forms(name, chosen):
     score = SCORES[name]
     q, k, v = draw(50, 64, dtype=FP16, batch=1, heads=2, kv_heads=2)
-    judge(score, q, k, v, draw_inputs(score, 1, 2, 50, 64, FP16), chosen=chosen)
+    judge(score, q, k, v, draw_inputs(score, 1, 2, 50, 64), chosen=chosen)
 
 
 SHAPES = [
@@ -96,13 +94,13 @@ def test_groups(heads):
     judge(SCORES["causal slot bias"], q, k, v, [torch.randn(2, heads[0], 1, 41)])
 
 
-@pytest.mark.parametrize("chosen", [PLAIN, LATE, BOTH])
+@pytest.mark.parametrize("chosen", [PLAIN, MERGED])
 @pytest.mark.parametrize("name", ["lower right", "learned bias"])
 def test_rows_that_keep_nothing(name, chosen):
     """Of more rows than keys, and where a bias is -inf."""
     score = SCORES[name]
     q, k, v = draw(50, 20)
-    inputs = draw_inputs(score, 2, 4, 50, 20, BF16)
+    inputs = draw_inputs(score, 2, 4, 50, 20)
     for x in inputs:
         x[:, :, 3:20] = -torch.inf
     out, lse = judge(score, q, k, v, inputs, chosen=chosen)
