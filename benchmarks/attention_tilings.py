@@ -173,12 +173,13 @@ MASKS = ("window", "sinks", "softcap", "alibi", "bias", "slots", "documents")
 def _shapes(name: str, H: int, S: int) -> list[tuple[tuple[int, ...], Any]]:
     import torch
 
-    return {
+    shapes: dict[str, list[tuple[tuple[int, ...], Any]]] = {
         "alibi": [((1, H, 1, 1), torch.float32)],
         "bias": [((1, H, S, S), torch.bfloat16)],
         "slots": [((1, H, 1, S), torch.bfloat16)],
         "documents": [((1, 1, S, 1), torch.int32), ((1, 1, 1, S), torch.int32)],
-    }.get(name, [])
+    }
+    return shapes.get(name, [])
 
 
 def inputs_of(name: str, H: int, S: int) -> list[Any]:
@@ -330,69 +331,77 @@ def _error(got: Any, truth: Any) -> float:
     return (difference.norm() / truth.float().norm()).item()
 
 
-def rows(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A CSV row per case and tiling, SDPA's own forms among them."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention as sdpa
-
+def _row(case: str, options: str, run: Callable[[], dict[str, float]]) -> dict[str, Any]:
     from inductor_ext import measure
 
+    row: dict[str, Any] = {"case": case, "tiling": options}
+    try:
+        row |= run()
+    except Exception as error:
+        row["failure"] = measure.one_line(error)
+    return row
+
+
+def rows(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A CSV row per case and tiling, SDPA's own forms among them."""
     for case in CASES if "fwd" in kinds else ():
-        name, B, H, S, D, causal = case
-        torch.manual_seed(0)
-        inputs = draw(case)
-        flops = 4.0 * B * H * S * S * D / (2 if causal else 1)
-        truth = sdpa(*inputs, is_causal=causal)
-        peers = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-        for peer, backend in peers.items():
-            row: dict[str, Any] = {"case": name, "tiling": peer}
-            try:
-                with sdpa_kernel(backend):
-                    row |= _timed(lambda q, k, v: sdpa(q, k, v, is_causal=causal), inputs, flops)  # noqa: B023
-            except Exception as error:
-                row["failure"] = measure.one_line(error)
-            yield row
-        for options in TRIED[D]:
-            row = {"case": name, "tiling": label(options)}
-            try:
-                call = launch(case, "causal" if causal else "full", options)
-                row["error"] = _error(call(*inputs), truth)
-                row |= _timed(call, inputs, flops)
-            except Exception as error:
-                row["failure"] = measure.one_line(error)
-            yield row
-    for case in (CASES[0], CASES[2]) if "masks" in kinds else ():
+        yield from _plain(case)
+    two = CASES[0], CASES[2]
+    for case in two if "masks" in kinds else ():
         for mask in MASKS:
             yield from _masked(case, mask, MASKED[case[4]])
-    for case in (CASES[0], CASES[2]) if "compare" in kinds else ():
+    for case in two if "compare" in kinds else ():
         for mask in ("causal", *MASKS):
             yield from _masked(case, mask, [PLAIN, GLUON])
-    for case in (CASES[0], CASES[2]) if "columns" in kinds else ():
+    for case in two if "columns" in kinds else ():
         yield from _columns(case)
+
+
+def _plain(case: Case) -> Iterator[dict[str, Any]]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    name, B, H, S, D, causal = case
+    torch.manual_seed(0)
+    inputs = draw(case)
+    flops = 4.0 * B * H * S * S * D / (2 if causal else 1)
+    sdpa = functools.partial(scaled_dot_product_attention, is_causal=causal)
+    truth = sdpa(*inputs)
+
+    def peer(backend: Any) -> dict[str, float]:
+        with sdpa_kernel(backend):
+            return _timed(sdpa, inputs, flops)
+
+    def ours(options: Options) -> dict[str, float]:
+        call = launch(case, "causal" if causal else "full", options)
+        return {"error": _error(call(*inputs), truth)} | _timed(call, inputs, flops)
+
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    for which, backend in backends.items():
+        yield _row(name, which, functools.partial(peer, backend))
+    for options in TRIED[D]:
+        yield _row(name, label(options), functools.partial(ours, options))
 
 
 def _masked(case: Case, mask: str, tried: Sequence[Options]) -> Iterator[dict[str, Any]]:
     import torch
 
-    from inductor_ext import measure
-
     name, B, H, S, D, _ = case
     torch.manual_seed(0)
-    small = (*draw((name, 1, H, 2000, D, True)), *inputs_of(mask, H, 2000))
-    truth = exact(mask, *small[:3], small[3:])
+    q, k, v = draw((name, 1, H, 2000, D, True))
+    read = inputs_of(mask, H, 2000)
+    truth = exact(mask, q, k, v, read)
     given = inputs_of(mask, H, S)
     inputs = (*draw(case), *given)
     flops = 4.0 * B * H * pairs(mask, S, given) * D
+
+    def run(options: Options) -> dict[str, float]:
+        call = launch(case, mask, options)
+        return {"error": _error(call(q, k, v, *read), truth)} | _timed(call, inputs, flops)
+
     for options in tried:
-        row = {"case": f"{name} {mask}", "tiling": label(options)}
-        try:
-            call = launch(case, mask, options)
-            row["error"] = _error(call(*small), truth)
-            row |= _timed(call, inputs, flops)
-        except Exception as error:
-            row["failure"] = measure.one_line(error)
-        yield row
+        yield _row(f"{name} {mask}", label(options), functools.partial(run, options))
 
 
 def _columns(case: Case) -> Iterator[dict[str, Any]]:
@@ -400,26 +409,23 @@ def _columns(case: Case) -> Iterator[dict[str, Any]]:
     import torch
     from inductor_ext.templates import attention_launch
 
-    from inductor_ext import measure
-
     name, B, H, S, D, _ = case
     torch.manual_seed(0)
     q, k, v = draw(case)
     program = program_of("causal", D)
     lse = attention_launch.forward(q, k, v, (), (), program, "ieee")[1]
-    for rows, first_row in (("all rows", 0), ("64 rows", S - 64)):
+
+    def run(options: Options, first_row: int) -> dict[str, float]:
+        call = columns(case, options, first_row)
+        total = call(q, k, lse).double().sum(-1)
+        error = (total / (S - first_row) - 1).abs().max().item()
+        kept = 64 * S if first_row else S * S / 2
+        return {"error": error} | _timed(call, (q, k, lse), 2.0 * B * H * kept * D)
+
+    for which, first_row in (("all rows", 0), ("64 rows", S - 64)):
         for options in COLUMNS[D]:
-            row: dict[str, Any] = {"case": f"{name} columns, {rows}", "tiling": label(options)}
-            try:
-                call = columns(case, options, first_row)
-                total = call(q, k, lse).double().sum(-1)
-                row["error"] = (total / (S - first_row) - 1).abs().max().item()
-                row |= _timed(
-                    call, (q, k, lse), 2.0 * B * H * (S * S / 2 if not first_row else 64 * S) * D
-                )
-            except Exception as error:
-                row["failure"] = measure.one_line(error)
-            yield row
+            one = functools.partial(run, options, first_row)
+            yield _row(f"{name} columns, {which}", label(options), one)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -94,8 +94,9 @@ def section(k: Tensor, v: Tensor, heads: int, near: int) -> int:
 def by_gluon(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], program: Program
 ) -> bool:  # fmt: skip
-    """Whether ``forward`` takes the kernel of ``attention_gluon``. Launches nothing. Heads of 64 and
-    matrices, which that kernel reads element by element, are faster here (on an H200)."""
+    """Whether ``forward`` takes the kernel of ``attention_gluon``. Launches nothing.
+
+    Heads of 64, and matrices, which that kernel reads element by element, are left to this one."""
     matrix = any({"q", "k"} <= set(given.axes) for given in program.inputs)
     wide = max(q.shape[3], v.shape[3]) > 64
     return wide and not matrix and attention_gluon_launch.applies(q, k, v, program)

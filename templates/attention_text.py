@@ -342,7 +342,9 @@ def loops(
     are those of ``attention_documents``."""
     lines: list[str] = []
     before = f"tl.maximum({least}, 0) // {block} * {block}" if least != "0" else "0"
-    full_counts, partial_counts, full_start, partial_start = [], [], "", ""
+    full_counts: list[str] = []
+    partial_counts: list[str] = []
+    full_start = partial_start = ""
     for i, span in enumerate(spans):
         a, e, n, left, right = (f"{axis}_{part}{i}" for part in ("a", "e", "n", "l", "r"))
         lo, hi, full_lo, full_hi = span.lo, span.hi, span.full_lo, span.full_hi
