@@ -60,7 +60,8 @@ class Form:
     the score's inputs. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a kernel
     makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``merged``: one loop over
     all tiles, whose mask is a branch, in place of one over whole tiles and one over the others.
-    ``early``: dP is made before p, so that the other products follow one another."""
+    ``early``: dP is made before p, so that the other products follow one another. ``streamed``: the
+    inputs along rows only that the keys kernel reads through descriptors."""
 
     head: int
     value: int
@@ -74,6 +75,7 @@ class Form:
     inputs: tuple[int, ...] = ()
     merged: bool = False
     early: bool = False
+    streamed: tuple[int, ...] = ()
 
     @property
     def again(self) -> bool:
@@ -179,15 +181,38 @@ def _transposed(names: Sequence[str]) -> list[str]:
     return [f"tl.trans({name})" for name in names]
 
 
+def _along(program: Program, axis: str) -> tuple[list[int], list[int]]:
+    """The inputs that vary along ``axis``, which is that of the loop, and the others, which are
+    loaded in front of it."""
+    every = range(len(program.inputs))
+    moving = [i for i in every if axis in program.inputs[i].axes]
+    return moving, [i for i in every if i not in moving]
+
+
+def _held_inputs(program: Program, form: Form, axis: str) -> str:
+    q_and_k = "q = q_start + ql" if axis == "k" else "k = k_start + kl"
+    _, held = _along(program, axis)
+    loads = input_loads(program, False, False, held, described=())
+    return joined(q_and_k, loads) if held else ""
+
+
 def _score(
-    program: Program, form: Form, masked: str, q_inside: bool, k_inside: bool, transposed: bool
+    program: Program, form: Form, masked: str, q_inside: bool, k_inside: bool, axis: str
 ) -> str:
     """From ``s`` to ``r``, -inf where nothing is kept in tiles that are ``masked``: "" none of
-    them, "always" all, else where the condition holds."""
+    them, "always" all, else where the condition holds. ``axis``: that of the loop, "" for none."""
+    moving, _ = _along(program, axis) if axis else (list(range(len(program.inputs))), [])
+    described = form.described
+    streamed = [i for i in moving if i in form.streamed]
     loads = input_loads(
-        program, q_inside, k_inside, described=form.described, transposed=transposed
-    )
-    lines = ["q = q_start + ql", "k = k_start + kl", loads, program.score]
+        program, q_inside, k_inside, [i for i in moving if i not in streamed],
+        described=described, transposed=axis == "q",
+    )  # fmt: skip
+    lines = ["q = q_start + ql", "k = k_start + kl", loads]
+    for i in streamed:
+        b, h = (name if name in program.inputs[i].axes else "0" for name in "bh")
+        lines.append(f"x{i} = x{i}_row.load([{b}, {h}, 0, q_start]).reshape(1, BLOCK_M)")
+    lines.append(program.score)
     mask = joined(kept(program, q_inside, k_inside), 'r = tl.where(keep, r, float("-inf"))')
     if masked == "always":
         lines.append(mask)
@@ -252,7 +277,7 @@ def _keys_body(program: Program, form: Form, masked: str) -> str:
         _loaded(out_grad, "q_start", "BLOCK_M", limit),
         f"s = {product(_names(key), _transposed(_names(query)), options)}",
         given if form.early else "",
-        _score(program, form, masked, not masked, False, True),
+        _score(program, form, masked, not masked, False, "q"),
         _statistic(form, "shift", "[None, :]"),
         "p = tl.exp2(r - shift)",
     ]
@@ -284,6 +309,7 @@ def keys_parameters(program: Program, form: Form) -> list[str]:
         if getattr(form, name):
             names += Operand(name, 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
+    names += [f"x{i}_row" for i in form.streamed]
     return [*names, *_given(program, form)]
 
 
@@ -309,6 +335,7 @@ def _keys(program: Program, form: Form) -> str:
         inputs_at(program, described=form.described),
         "row = b * heads + h",
         "row_at = tl.cast(row, tl.int64) * padded",
+        _held_inputs(program, form, "q"),
         _hull(program, "k_start // BLOCK_N"),
         over.head if documents else "",
         *sums,
@@ -373,7 +400,7 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
         _loaded(value, "k_start", "BLOCK_N", limit),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
         given if form.early else "",
-        _score(program, form, masked, False, not masked, False),
+        _score(program, form, masked, False, not masked, "k"),
         "p = tl.exp2(r - shift)",
         "" if form.early else given,
         "g = p * dp",
@@ -454,6 +481,7 @@ def _rows(program: Program, form: Form) -> str:
         "" if form.again else _held_rows(form),
         *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
         *(f"{name} = tl.zeros([BLOCK_M], tl.float32)" for name in sums),
+        _held_inputs(program, form, "k"),
         _hull(program, "q_start // BLOCK_M"),
         over.head,
         _tiles(over, form, functools.partial(_rows_body, program, form)),
@@ -507,7 +535,7 @@ def _pairs(program: Program, form: Form) -> str:
         _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
         _loaded(value, "k_start", "BLOCK_N", "columns"),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
-        _score(program, form, "always", False, False, False),
+        _score(program, form, "always", False, False, ""),
         _statistic(form, "shift", "[:, None]"),
         _statistic(form, "delta", "[:, None]"),
         "p = tl.exp2(r - shift)",

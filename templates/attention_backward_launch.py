@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.library import wrap_triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import attention_documents
 from .attention_backward import (
@@ -24,7 +25,7 @@ from .attention_backward import (
 )
 from .attention_launch import dense, products
 from .attention_program import Program
-from .attention_text import Operand, by_tma, describable, pieces, score_values
+from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
 
 ROWS = 128  # the most query rows of a tile
 
@@ -49,8 +50,9 @@ def _width(dim: int) -> int:
     return sum(piece.size for piece in pieces(dim))
 
 
-def keys_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
-    """Of dk and dv."""
+def keys_tiling(dtype: torch.dtype, head: int, value: int, whole: bool = False) -> Tiling:
+    """Of dk and dv; ``whole``: every pair is kept, so that programs are long and alike. Elsewhere
+    two small ones on a multiprocessor hide each other's beginnings and ends."""
     widest = max(_width(head), _width(value))
     if dtype == torch.float32:
         rows = 32 if widest <= 128 else 16
@@ -59,6 +61,8 @@ def keys_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
         return Tiling(32, 64, 8, 1, apart=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True, early=True)
+    if whole and widest > 64:
+        return Tiling(64, 128, 8, 3, merged=True)
     return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
 
 
@@ -119,6 +123,13 @@ def _like(tensor: Tensor) -> Tensor:
     return out if out.stride(-1) == 1 else out.new_empty(tensor.shape)
 
 
+def _row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
+    """Of [B or 1, H or 1, 1, Sq]."""
+    # The stride of a dimension of size 1 is any number, and has to be a fit one.
+    strides = [16 if n == 1 else s for n, s in zip(rows.shape, rows.stride(), strict=True)]
+    return TensorDescriptor(rows, list(rows.shape), [*strides[:3], 1], [1, 1, 1, block])
+
+
 def _reduced(partials: Tensor, given: Tensor, axes: str) -> Tensor:
     """[B, H, Sq or 1, Sk or 1] summed over what the input is broadcast along."""
     over = [i for i, axis in enumerate("bhqk") if axis not in axes and partials.shape[i] != 1]
@@ -142,7 +153,16 @@ class _Backward:
         self.tma = tuple(map(by_tma, (self.q, self.k, self.v, self.do)))
         # Rows are padded to whole tiles of every tiling: their loads need no mask.
         self.padded = triton.cdiv(self.rows, ROWS) * ROWS
+        # Through descriptors: what is along keys, and, where those stay, what is along rows.
         self.described = describable(program, inputs)
+        axes = [given.axes for given in program.inputs]
+        self.matrices = tuple(i for i in self.described if "q" in axes[i])
+        self.streamed = tuple(
+            i
+            for i, tensor in enumerate(inputs)
+            if "q" in axes[i] and "k" not in axes[i] and tensor.dtype in DESCRIBED
+            if by_tma(tensor.mT)
+        )
         self.delta = self.fp32(2, *q.shape[:2], self.padded)
         self.dlse = self.fp32(*q.shape[:2], self.padded) if keep_dlse else None
         self._statistics(dense(out), lse.contiguous(), dlse)
@@ -150,7 +170,8 @@ class _Backward:
     def form(self, **parts: Any) -> Form:
         tma: Any = self.tma
         head, value = self.q.shape[3], self.v.shape[3]
-        return Form(head, value, tma, by_tma(self.delta), self.described, self.precision, **parts)
+        given: dict[str, Any] = {"described": self.described} | parts
+        return Form(head, value, tma, by_tma(self.delta), precision=self.precision, **given)
 
     def fp32(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self.q.device)
@@ -175,7 +196,7 @@ class _Backward:
             values |= operand.values(tensor, block)
         values |= self._rows(form, block_m)
         values |= score_values(
-            self.program, self.inputs, self.numbers, self.described, (block_m, block_n)
+            self.program, self.inputs, self.numbers, form.described, (block_m, block_n)
         )
         values |= {
             "rows": self.rows, "columns": self.columns, "kv_heads": self.kv_heads,
@@ -188,8 +209,6 @@ class _Backward:
         """lse2 and delta, as the kernels are given them."""
         if not form.descriptors:
             return {"delta_ptr": self.delta[0], "shift_ptr": self.delta[1]}
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         delta, shift = self.delta.flatten(1, 2)
         return {
             name: TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, block])
@@ -213,8 +232,12 @@ class _Backward:
             dk=() if dk is None else tuple(range(len(pieces(self.q.shape[3])))),
             dv=() if dv is None else tuple(range(len(pieces(self.v.shape[3])))),
             inputs=tuple(sums), merged=chosen.merged, early=chosen.early,
+            described=self.matrices, streamed=self.streamed,
         )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
+        values |= {
+            f"x{i}_row": _row_descriptor(self.inputs[i].mT, chosen.block_m) for i in self.streamed
+        }
         heads = self.batches * self.kv_heads
         values["together"] = self._together(
             self.rows * self.heads // self.kv_heads, heads, chosen.near
@@ -260,7 +283,7 @@ class _Backward:
         """``chosen``, or what fits; ``held``: one side stays while the other is streamed."""
         size = self.q.element_size()
         each = size * (_width(self.q.shape[3]) + _width(self.v.shape[3]))
-        pair = sum(self.inputs[i].element_size() for i in self.described)
+        pair = sum(self.inputs[i].element_size() for i in self.matrices)
         limit = _shared_bytes(self.q.device)
         if held:
             return fitted(chosen, each, each + 8, pair, limit, keys_held)
@@ -324,7 +347,7 @@ def backward(
         else:
             length = call.padded if kind == "rows" else k.shape[2]
             sums[kind][i] = call.fp32(*q.shape[:2], length)
-    keys = keys or keys_tiling(dtype, head, value)
+    keys = keys or keys_tiling(dtype, head, value, not program.keep)
     rows = rows or rows_tiling(dtype, head, value)
     if needed[1] or needed[2] or sums["columns"]:
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
