@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from inductor_ext.testing.tritonmath import instruction
+
 PATIENCE = 10.0  # seconds
 
 
@@ -225,11 +227,17 @@ def _mma_wait(outstanding: int, deps: Sequence[Tile]) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
-def _asm(text: str, constraints: str, args: Sequence[Tile], **_: Any) -> Tile:
-    kinds = {"cvt.rn.bf16x2.f32 $0, $2, $1;": torch.bfloat16}
-    kinds["cvt.rn.f16x2.f32 $0, $2, $1;"] = torch.float16
-    pair = torch.stack([a.value.to(kinds[text]) for a in args], -1)
-    return Tile(pair.view(torch.int32)[..., 0], args[0].type.layout)
+def _asm(text: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, **_: Any) -> Any:
+    packs = {"cvt.rn.bf16x2.f32 $0, $2, $1;": torch.bfloat16}
+    packs["cvt.rn.f16x2.f32 $0, $2, $1;"] = torch.float16
+    if text in packs:
+        pair = torch.stack([a.value.to(packs[text]) for a in args], -1)
+        return Tile(pair.view(torch.int32)[..., 0], args[0].type.layout)
+    known = instruction(text)
+    if known is None:
+        raise NotImplementedError(f"the emulation does not know {text!r}")
+    value = known(torch.as_tensor(_bare(args[0]), dtype=torch.float32))
+    return Tile(value, args[0].type.layout) if isinstance(args[0], Tile) else value.item()
 
 
 def _full(shape: Sequence[int], x: Any, dtype: torch.dtype, layout: Any = None) -> Any:

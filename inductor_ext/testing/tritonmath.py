@@ -116,7 +116,7 @@ def patch_arithmetic(patches: Patches) -> None:
     ) -> Any:
         if asm == "mov.b32 $0, $1;":
             return _Results([values[0]])
-        known = _instruction(asm)
+        known = instruction(asm)
         if known is not None:
             return _Results([handle(_by_torch(known)(values[0].data), values[0].dtype)])
         # Prefetches and dependency controls: no result that a program may use.
@@ -197,7 +197,7 @@ def _mul_toward_zero(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(nearest.abs() > exact.abs(), nearest.nextafter(torch.zeros_like(x)), nearest)
 
 
-def _instruction(asm: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def instruction(asm: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """What an instruction of one operand computes, as far as kernels here have any."""
     if asm == "tanh.approx.f32 $0, $1;":
         return _tanh_approx
