@@ -37,7 +37,7 @@ CHECKS = (
     (4, 16, 16, 2048, 2048, 64, True),
 )
 FIELDS = ("case", "variant", "ms", "tflops", "check")
-_progress = [time.monotonic(), "start"]
+_progress: list[Any] = [time.monotonic(), "start"]
 
 
 def _watch() -> None:
@@ -102,7 +102,7 @@ def warm(d: int, causal: bool, name: str) -> None:
     import torch
     from inductor_ext.templates import attention_gluon_launch as launch
 
-    q, k, v = (torch.randn(1, 2, 300, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(1, 64, 600, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     launch.forward(q, k, v, [], [], scaled(causal, d), tile=variants(d)[name])
 
 

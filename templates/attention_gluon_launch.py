@@ -109,6 +109,13 @@ def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program)
     )
 
 
+def pays(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernel takes long enough that the host, which needs about 0.1 ms to describe
+    tensors to the copy engine, is done with the next launch meanwhile."""
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    return pairs * (q.shape[3] + v.shape[3]) >= 1 << 35
+
+
 def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -136,7 +143,9 @@ def _tuple(values: list[str]) -> str:
 def _inputs(program: Program) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that read inputs. What a kernel gets as
     ``inputs`` are a pointer and the strides along its axes of each."""
-    origins, rows, keys = [], [], []
+    origins: list[str] = []
+    rows: list[str] = []
+    keys: list[str] = []
     at = 0
     for given in program.inputs:
         stride = {axis: f"inputs[{at + 1 + n}]" for n, axis in enumerate(given.axes)}
@@ -181,14 +190,14 @@ def functions(program: Program) -> dict[str, tuple[str, list[str], str]]:
             values.append(f"x{i} = fixed[{fixed}]")
             fixed += 1
     bounds = [b for s in program.row_spans for b in (s.lo, s.hi, s.full_lo, s.full_hi)]
-    given = "b, h, rows, columns, numbers, fixed, moving"
+    common = "b, h, rows, columns, numbers, fixed, moving"
     score = [*numbers, *values, *program.score.splitlines()] if scored(program) else []
     keep = [*numbers, *values, *program.keep.splitlines()] if program.keep else []
     return {
         "spans": ("q0, q1, rows, columns, numbers", numbers, f"({', '.join(bounds)})"),
         **_inputs(program),
-        "score": (f"s, q, k, {given}", score, "r" if score else "s"),
-        "keep": (f"q, k, {given}", keep, "keep" if keep else "k < columns"),
+        "score": (f"s, q, k, {common}", score, "r" if score else "s"),
+        "keep": (f"q, k, {common}", keep, "keep" if keep else "k < columns"),
     }
 
 
@@ -264,7 +273,8 @@ def launch(
     each = 16 * tile.warps
     consumer, producer = tile.registers
     grid = (tiles if tile.schedule == "each" else min(tiles, multiprocessors),)
-    dynamic = tile.schedule == "dynamic"
+    # Where every program has one tile there is nothing to be told.
+    dynamic = tile.schedule == "dynamic" and tiles > multiprocessors
     arguments = {
         "q_desc": _described(q, [1, 1, each, d]),
         "k_desc": _described(k, [1, 1, tile.keys, d]),

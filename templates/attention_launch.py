@@ -31,7 +31,7 @@ class Tiling:
     warps: int
     stages: int
     merged: bool = False
-    near: int = 24
+    near: int = 16
 
 
 def tiling(program: Program, dtype: torch.dtype, d: int, dv: int, tma: bool = True) -> Tiling:

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from backward_programs import SCORES, attention, draw_inputs
-from inductor_ext.templates import attention_documents
+from inductor_ext.templates import attention_documents, attention_text
 from inductor_ext.templates import attention_launch as launch
 from inductor_ext.templates.attention_launch import Tiling
 from inductor_ext.templates.attention_program import Span
@@ -200,3 +200,14 @@ def test_nothing():
         assert out.shape == (2, 4, rows, 16) and not out.any()
         assert (lse == -torch.inf).all()
     assert ours(SCORES["causal"], *draw(5, 0), empty="nan")[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("head", "sizes"),
+    [(16, [16]), (64, [64]), (72, [64, 16]), (96, [64, 32]), (160, [128, 32]), (192, [128, 64]),
+     (576, [512, 64]), (7, [16]), (112, [64, 32, 16])],
+)  # fmt: skip
+def test_heads_are_cut_into_powers_of_two(head, sizes):
+    cut = attention_text.pieces(head)
+    assert [piece.size for piece in cut] == sizes
+    assert sum(piece.valid for piece in cut) == head

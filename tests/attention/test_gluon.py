@@ -206,6 +206,8 @@ def test_applies_reads_layouts_and_versions(monkeypatch):
     assert not launch.applies(q, k[:, :1].expand(k.shape), v, CAUSAL)  # a step of 0
     assert not launch.applies(torch.randn(1, 2, 8, 65, dtype=BF16)[..., 1:], k, v, CAUSAL)
     assert not launch.applies(q, k, v, Program(score="r = libdevice.log(s)"))
+    assert not launch.pays(q, k, v)
+    assert launch.pays(*(torch.empty(4, 16, 2048, 128, device="meta") for _ in range(3)))
     monkeypatch.setattr(launch, "VERSIONS", ("2.",))
     assert not launch.applies(q, k, v, CAUSAL)
     with pytest.raises(ValueError, match="expected what"):
