@@ -177,3 +177,21 @@ def test_a_broadcast_input_has_size_one():
     with pytest.raises(ValueError, match="expected input 0 to have size 1"):
         wide = [inputs[0].expand(1, 2, 20, 20)]
         ours(score, q, k, v, wide, do, dlse, torch.zeros_like(do), dlse)
+
+
+@pytest.mark.parametrize("limit", [227 << 10, 163 << 10, 99 << 10])
+@pytest.mark.parametrize("keys_held", [True, False])
+def test_tiles_fit_the_card(limit, keys_held):
+    """Also where a tile of an input of rows and keys is streamed, in fp32."""
+    for chosen in (Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 64, 8, 2)):
+        for each in (128, 512, 2048):
+            for pair in (0, 4, 16):
+                found = launch.fitted(chosen, each, each, pair, limit, keys_held)
+                stays, streams = found.block_m, found.block_n
+                if keys_held:
+                    stays, streams = streams, stays
+                moving = streams * each + pair * stays * streams
+                assert stays * each + found.stages * moving <= limit
+                assert min(stays, streams) >= 16 and found.warps == chosen.warps
+    kept = Tiling(64, 64, 4, 2)
+    assert launch.fitted(kept, 512, 512, 0, 227 << 10, keys_held) == kept
