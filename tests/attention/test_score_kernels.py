@@ -18,7 +18,7 @@ from inductor_ext.attention_score import positions, read, write
 from inductor_ext.attention_translate import program
 from inductor_ext.testing import launches_interpreted
 
-SIZES = 2, 2, 19, 37
+SIZES = 2, 2, 17, 21
 FORWARD = attention_launch.Tiling(16, 16, 4, 1)
 KEYS = attention_backward_launch.Tiling(16, 32, 4, 1)
 ROWS = attention_backward_launch.Tiling(32, 16, 4, 1)
@@ -77,9 +77,9 @@ def test_kernels_compute_what_the_text_says(name):
     rows=st.integers(1, 70),
     columns=st.integers(1, 70),
     n=st.integers(-30, 70),
-    late=st.booleans(),
+    merged=st.booleans(),
 )
-def test_tiles_of_random_conditions(text, rows, columns, n, late):
+def test_tiles_of_random_conditions(text, rows, columns, n, merged):
     generator = torch.Generator().manual_seed(rows)
     inputs = [
         torch.rand(1, 1, rows, columns, generator=generator) > 0.2,
@@ -89,7 +89,7 @@ def test_tiles_of_random_conditions(text, rows, columns, n, late):
     shapes = [(1, 1, rows, 16), (1, 1, columns, 16), (1, 1, columns, 16)]
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
     out, lse = composed(text, *(t.double() for t in (q, k, v)), [n], inputs)
-    tiling = dataclasses.replace(FORWARD, late=late)
+    tiling = dataclasses.replace(FORWARD, merged=merged)
     with launches_interpreted(attention_launch, attention_documents):
         found = attention_launch.forward(q, k, v, inputs, [n], made_of, "ieee", tiling)
     torch.testing.assert_close(found[0].double(), out, rtol=1e-4, atol=1e-4)
