@@ -92,22 +92,16 @@ TILED = (
     "b1-16k", "b16-8k", "b16-8k-page64", "b64-2k", "list-8x2048", "b16-8k-d64", "b16-8k-rows4",
     "b16-8k-d256",
 )  # fmt: skip
-# block, warps, stages, keys first, programs of a multiprocessor, blocks of a program at least,
-# programs, blocks asked for at once
+# block, warps, stages, keys first, programs of a multiprocessor, blocks of a program at least
 TILINGS = (
-    (64, 4, 3, True, 2, 4), (64, 4, 3, True, 2, 4, 0, 0), (64, 4, 3, True, 2, 4, 0, 1),
-    (64, 4, 3, True, 2, 4, 0, 4), (64, 4, 4, True, 1, 4), (64, 4, 4, True, 1, 4, 0, 4),
-    (128, 8, 3, True, 1, 2), (128, 8, 3, True, 1, 2, 0, 1), (32, 4, 4, True, 3, 8),
-    (64, 4, 3, False, 2, 4), (32, 4, 4, False, 2, 8), (32, 4, 4, False, 3, 8),
-    (64, 8, 3, False, 1, 4), (64, 4, 3, True, 4, 4), (64, 4, 3, True, 2, 2),
+    (64, 4, 3, True, 2, 4), (64, 4, 4, True, 1, 4), (64, 4, 3, True, 2, 8), (128, 8, 3, True, 1, 2),
+    (32, 4, 4, True, 3, 8), (64, 4, 3, False, 2, 4), (32, 4, 4, False, 2, 8),
+    (32, 4, 4, False, 3, 8), (64, 4, 4, True, 2, 4), (64, 4, 4, True, 3, 4),
 )  # fmt: skip
-# block, heads, warps, stages, parts of a list, entries asked for at once
+# block, heads, warps, stages, parts of a list
 LIST_TILINGS = (
-    (32, 16, 4, 3, 16, 128), (32, 16, 4, 3, 16, 0), (32, 16, 4, 2, 16, 128),
-    (32, 16, 4, 4, 16, 128), (64, 16, 4, 2, 16, 128), (64, 16, 8, 2, 16, 128),
-    (32, 16, 4, 3, 32, 64), (32, 16, 4, 2, 32, 64), (64, 16, 4, 2, 32, 64),
-    (32, 16, 8, 2, 32, 64), (64, 16, 8, 2, 32, 64), (32, 16, 4, 3, 24, 128),
-    (64, 16, 4, 1, 16, 128), (64, 16, 8, 1, 16, 128), (64, 16, 8, 1, 32, 64),
+    (32, 16, 4, 3, 16), (32, 16, 4, 4, 16), (32, 16, 4, 2, 16), (64, 16, 4, 2, 16),
+    (64, 16, 8, 2, 16), (32, 16, 4, 3, 32), (32, 16, 4, 2, 32), (64, 16, 4, 2, 32),
 )  # fmt: skip
 
 

@@ -10,9 +10,8 @@ programs end together whatever the lengths are. A program's part of one head has
 "program + head" of the workspace, which no other pair has since both only grow along the line;
 the merge finds the slots of a head by the same arithmetic. No atomics: the same bits every run.
 
-A program's first keys and values are asked for into L2 before its queries are, and where no length
-or page has to be read for that before it waits for the kernel in front of it. Both kernels let the
-next one start at once and wait in every program, so "what came before has finished" carries over.
+Both kernels wait for the one in front of them before they read any memory, and no sooner. Asking
+for the first keys in L2 ahead of the queries was slower (``cp.async.bulk.prefetch`` by rows).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import triton
 
 from .attention_program import LOG2E, Program
 from .attention_text import Piece, indented, joined, kernel_of, pieces
-from .prefetch import into_l2
+from .dependent import in_turn
 
 LOCALS = ("b", "h", "q", "k")  # axes of an input, in the order of its strides
 
@@ -53,7 +52,8 @@ def arguments(program: Program, layout: Layout) -> list[str]:
     names = ["q_ptr", "k_ptr", "v_ptr", "partial_ptr", "stats_ptr"]
     names += [f"x{i}_ptr" for i in range(len(program.inputs))]
     names += _where(layout)
-    names += ["q_b", "q_h", "q_q", *_sources(layout)[2:]]
+    names += ["page_size", "table_ptr", "table_b"] if layout.pages else []
+    names += ["q_b", "q_h", "q_q", "k_b", "k_h", "k_k", "v_b", "v_h", "v_k"]
     for i, given in enumerate(program.inputs):
         names += [f"x{i}_{axis}" for axis in LOCALS if axis in given.axes]
     return [*names, *_numbers(program)]
@@ -99,45 +99,7 @@ columns = tl.where((columns < 0) | (columns > capacity), 0, columns)
 return j, tl.where(j < batches, blocks({called}), 0)"""
         given = ["lengths_ptr", "i", "batches", "capacity", "rows", *numbers]
         found["window"] = kernel_of("window", given, ["BLOCK"], body, dict(found))
-    found["into_l2"] = into_l2
-    names = ["b", "inner", "columns", "rows", "first", "last", *_sources(layout), *numbers]
-    constants = ["BLOCK", "AHEAD"]
-    found["approach"] = kernel_of(
-        "approach", names, constants, _approach(program, layout, called), dict(found)
-    )
     return found
-
-
-def _sources(layout: Layout) -> list[str]:
-    """Names of what tells where keys and values are."""
-    pages = ["page_size", "table_ptr", "table_b"] if layout.pages else []
-    strides = [f"{name}_{axis}" for name in "kv" for axis in "bhk"]
-    return ["k_ptr", "v_ptr", *pages, *strides]
-
-
-def _approach(program: Program, layout: Layout, called: str) -> str:
-    """Ask for the keys and values of the AHEAD blocks from ``first``."""
-    lines = [
-        f"lo{i}, hi{i}, first{i}, count{i} = span{i}({called})"
-        for i in range(len(program.row_spans))
-    ]
-    lines += [
-        "j = tl.arange(0, AHEAD * BLOCK)",
-        "block = first + j // BLOCK",
-        _start(program, "start", "block"),
-        "key = start + j % BLOCK",
-        "wanted = (block < last) & (key < columns)",
-    ]
-    if layout.pages:
-        place = "table_ptr + b * table_b + key // page_size"
-        lines.append(f"page = tl.load({place}, mask=wanted, other=0).to(tl.int64)")
-    for name, size in (("k", layout.dim), ("v", layout.value_dim)):
-        row = f"b * {name}_b + inner * {name}_h + key.to(tl.int64) * {name}_k"
-        if layout.pages:
-            row = f"page * {name}_b + inner * {name}_h + (key % page_size).to(tl.int64) * {name}_k"
-        nbytes = f"{size} * ({name}_ptr.dtype.element_ty.primitive_bitwidth // 8)"
-        lines.append(f"into_l2({name}_ptr + {row}, {nbytes}, wanted)")
-    return joined(*lines)
 
 
 def _total(layout: Layout, numbers: str) -> str:
@@ -314,8 +276,7 @@ def _update(layout: Layout) -> str:
         "shift = tl.where(highest == -float('inf'), 0.0, highest)",
         f"p = tl.exp2(r - shift{spread})",
         "faded = tl.exp2(top - shift)",
-        # Added up over the keys once, at the end: that is done across warps.
-        f"sums = sums * faded{spread} + p",
+        f"sum = sum * faded + tl.sum(p, {axis})",
         "top = highest",
         "p = p.to(v_ptr.dtype.element_ty)",
     ]
@@ -368,21 +329,17 @@ def _head(program: Program, layout: Layout, numbers: str) -> str:
         "query_head = (inner * group).to(tl.int32) + packed % group",
         "q_base = q_ptr + b * q_b + row.to(tl.int64) * q_q + query_head.to(tl.int64) * q_h",
     ]
-    lines.append(f"if AHEAD{'' if layout.ragged else ' and before > at'}:")
-    given = ", ".join(["b, inner, columns, rows, first, last", *_sources(layout)])
-    lines.append(f"    approach({given}, {numbers}BLOCK, AHEAD)")
-    if layout.pages:
-        lines.append("table = table_ptr + b * table_b")
-        lines.append(_page(program, layout, "coming", "first", "first < last"))
     for i, piece in enumerate(pieces(layout.dim)):
         place, there = _place(piece, "[None, :]")
         mask = f"lives[:, None]{there}"
         lines.append(f"q{i}_tile = tl.load(q_base[:, None] + {place}, mask={mask}, other=0.0)")
-    if not layout.pages:
+    if layout.pages:
+        lines.append("table = table_ptr + b * table_b")
+        lines.append(_page(program, layout, "coming", "first", "first < last"))
+    else:
         lines += [f"{n}_base = {n}_ptr + b * {n}_b + inner * {n}_h" for n in "kv"]
     lines.append("top = tl.full([ROWS], -float('inf'), tl.float32)")
-    tile = "[BLOCK, ROWS]" if layout.keys_first else "[ROWS, BLOCK]"
-    lines.append(f"sums = tl.zeros({tile}, tl.float32)")
+    lines.append("sum = tl.zeros([ROWS], tl.float32)")
     for i, piece in enumerate(pieces(layout.value_dim)):
         shape = f"[{piece.size}, ROWS]" if layout.keys_first else f"[ROWS, {piece.size}]"
         lines.append(f"o{i} = tl.zeros({shape}, tl.float32)")
@@ -390,7 +347,6 @@ def _head(program: Program, layout: Layout, numbers: str) -> str:
     lines.append(indented(_body(program, layout)))
     lines.append("slot = (program + head).to(tl.int64) * (rows * group) + packed")
     lines.append("tl.store(stats_ptr + 2 * slot, top, mask=lives)")
-    lines.append(f"sum = tl.sum(sums, {0 if layout.keys_first else 1})")
     lines.append("tl.store(stats_ptr + 2 * slot + 1, sum, mask=lives)")
     spread, other = ("[None, :]", "[:, None]") if layout.keys_first else ("[:, None]", "[None, :]")
     for i, piece in enumerate(pieces(layout.value_dim)):
@@ -403,19 +359,8 @@ def _head(program: Program, layout: Layout, numbers: str) -> str:
 
 
 def _decode(program: Program, layout: Layout, numbers: str) -> str:
-    wait = "if PDL:\n    tl.extra.cuda.gdc_wait()"
-    sources = ", ".join(_sources(layout))
-    part = "at - before, tl.minimum(end - before, each)"
-    asked = [
-        "first_b = (head // kv_heads).to(tl.int64)",
-        "first_inner = (head % kv_heads).to(tl.int64)",
-        "if AHEAD:",
-        "    if at < end:",
-        f"        approach(first_b, first_inner, capacity, rows, {part}, {sources}, {numbers}"
-        "BLOCK, AHEAD)",
-    ]
+    wait = "in_turn(PDL)"
     lines = [
-        "if PDL:\n    tl.extra.cuda.gdc_launch_dependents()",
         wait if layout.ragged else "",
         "program = tl.program_id(0)",
         "programs = tl.num_programs(0)",
@@ -423,10 +368,10 @@ def _decode(program: Program, layout: Layout, numbers: str) -> str:
         "at = program * per + tl.minimum(program, rest)",
         "end = tl.where(program < slices, at + per + (program < rest).to(tl.int32), at)",
         _first(layout, numbers),
-        *([] if layout.ragged else [*asked, wait]),
         "packed = tl.arange(0, ROWS)",
         "row = packed // group",
         "lives = packed < rows * group",
+        "" if layout.ragged else wait,
         "while (before < end) & (at < end):",
         indented(_head(program, layout, numbers)),
     ]
@@ -445,9 +390,8 @@ before = before * kv_heads + inner * found"""
         counted = "found = each\nbefore = head * each"
     failed = "sum = tl.where(impossible, float('nan'), sum)" if layout.ragged else ""
     nothing = "float('nan')" if program.empty == "nan" else "0.0"
-    return f"""if PDL:
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
+    wait = "in_turn(PDL)"
+    return f"""{wait if layout.ragged else ""}
 packed = tl.program_id(0) % (rows * group)
 head = tl.program_id(0) // (rows * group)
 b = head // kv_heads
@@ -462,6 +406,7 @@ lowest = tl.where(start < wide, start // (per + 1), rest + (start - wide) // tl.
 most = tl.where(end < wide, end // (per + 1), rest + (end - wide) // tl.maximum(per, 1))
 count = tl.where(found > 0, most - lowest + 1, 0)
 d = tl.arange(0, WIDE)
+{"" if layout.ragged else wait}
 top = tl.full([], -float('inf'), tl.float32)
 sum = tl.full([], 0.0, tl.float32)
 o = tl.zeros([WIDE], tl.float32)
@@ -495,12 +440,12 @@ tl.store(lse_ptr + line, lse)"""
 @functools.cache
 def _kernels(program: Program, layout: Layout, interpreted: bool) -> tuple[Any, Any]:
     numbers = "".join(f"{n}, " for n in _numbers(program))
-    helpers = _helpers(program, layout)
+    helpers = {**_helpers(program, layout), "in_turn": in_turn}
     # What grows from step to step does not make another kernel.
     growing = ["batches", "capacity", *_numbers(program)]
     decode = kernel_of(
         "decode", arguments(program, layout),
-        ["ROWS", "BLOCK", "LEAST", "STAGES", "AHEAD", "PRECISION", "PDL"],
+        ["ROWS", "BLOCK", "LEAST", "STAGES", "PRECISION", "PDL"],
         _decode(program, layout, numbers), helpers, growing,
     )  # fmt: skip
     merge = kernel_of(

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import attention_decode, prefetch
+from . import attention_decode
 from .attention_program import Program
 from .dependent import launched
 
@@ -22,8 +22,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @dataclass(frozen=True)
 class Tiling:
     """``block``: keys of a block; ``per_sm``: programs of a multiprocessor; ``least``: blocks that
-    are worth a program of their own; ``programs``: of the card, 0 to have it chosen; ``ahead``:
-    blocks that are asked for before the queries are."""
+    are worth a program of their own; ``programs``: of the card, 0 to have it chosen."""
 
     block: int
     warps: int
@@ -32,7 +31,6 @@ class Tiling:
     per_sm: int = 2
     least: int = 4
     programs: int = 0
-    ahead: int = 2
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, paged: bool = False) -> bool:
@@ -41,8 +39,13 @@ def fits(q: torch.Tensor, k: torch.Tensor, paged: bool = False) -> bool:
     return q.dtype in _DTYPES and q.shape[1] // max(heads, 1) * q.shape[2] <= ROWS
 
 
-def tiling(dtype: torch.dtype, dim: int, value_dim: int, rows: int) -> Tiling:
-    """The tile for heads like these, and ``rows`` of a KV head."""
+def tiling(dtype: torch.dtype, dim: int, value_dim: int, rows: int, few: bool = False) -> Tiling:
+    """The tile for heads like these and ``rows`` of a KV head; ``few``: no more KV heads than
+    multiprocessors.
+
+    A program alone on its multiprocessor, with more blocks on the way, leaves fewer parts to merge;
+    of two, one computes while the other goes from a head to the next.
+    """
     bytes_of_key = (dim + value_dim) * dtype.itemsize
     if dtype == torch.float32:
         return Tiling(32 if bytes_of_key <= 1024 else 16, 8 if rows > 16 else 4, 3, False)
@@ -53,7 +56,9 @@ def tiling(dtype: torch.dtype, dim: int, value_dim: int, rows: int) -> Tiling:
         return Tiling(32, 4 if few else 8, 4 if few else 3, False, 2 if few else 1, least=8)
     if bytes_of_key > 512:
         return Tiling(32, 4, 3, True, least=8)
-    return Tiling(64, 4, 3, True)
+    if bytes_of_key <= 256:
+        return Tiling(64, 4, 4, True)
+    return Tiling(64, 4, 4, True, per_sm=1) if few else Tiling(64, 4, 3, True)
 
 
 @functools.cache
@@ -104,7 +109,9 @@ def decode(
     if not lse.numel():
         return out, lse
     q, k, v = _dense(q, 2), *(_dense(t, 1 if paged else 2) for t in (k, v))
-    chosen = chosen or tiling(q.dtype, dim, value_dim, rows * heads // kv_heads)
+    group, lines = heads // kv_heads, batch * kv_heads
+    few = lines <= _processors(q.device)
+    chosen = chosen or tiling(q.dtype, dim, value_dim, rows * group, few)
     page_size = k.shape[1] if paged else 0
     capacity = block_table.shape[1] * page_size if block_table is not None else k.shape[2]
     pages = "" if not paged else "many" if page_size % chosen.block else "one"
@@ -113,8 +120,6 @@ def decode(
     )
     decode_kernel, merge_kernel = attention_decode.kernels(program, layout)
 
-    group = heads // kv_heads
-    lines = batch * kv_heads
     whole = lines * triton.cdiv(capacity, chosen.block)
     most = chosen.programs or chosen.per_sm * _processors(q.device)
     programs = max(min(most, whole // chosen.least), 1)
@@ -143,7 +148,7 @@ def decode(
     given = {n: values[n] for n in attention_decode.arguments(program, layout)}
     launched(decode_kernel, wrap_triton(decode_kernel), q, (programs,))(
         **given, **common, ROWS=max(16, triton.next_power_of_2(rows * group)),
-        AHEAD=chosen.ahead if prefetch.possible(k, v) else 0, STAGES=chosen.stages,
+        STAGES=chosen.stages,
         PRECISION=_precision(q.dtype, precision), num_warps=chosen.warps,
     )  # fmt: skip
     given = {n: values[n] for n in attention_decode.merge_arguments(program, layout)}

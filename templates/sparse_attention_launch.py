@@ -10,7 +10,6 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import prefetch
 from .attention_program import LOG2E
 from .dependent import launched
 from .sparse_attention import gather_kernel, merge_kernel
@@ -22,14 +21,13 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @dataclass(frozen=True)
 class Tiling:
     """``block``: entries gathered at once; ``heads``: of a program; ``splits``: of a list, 0 to
-    have it chosen; ``ahead``: entries of a part that are asked for at once, a power of two or 0."""
+    have it chosen."""
 
     block: int
     heads: int
     warps: int
     stages: int
     splits: int = 0
-    ahead: int = 128
 
 
 def _power(n: int) -> bool:
@@ -96,7 +94,7 @@ def attend(
         q, kv, indices, into, lse, stats, tokens, heads, kv.shape[1], topk, part, scale * LOG2E,
         *q.stride()[:3], *kv.stride()[:2], *indices.stride()[:2], *strides, REST=dim - dv,
         HEADS=chosen.heads, BLOCK=chosen.block, STAGES=chosen.stages, PRECISION=exact,
-        AHEAD=chosen.ahead if prefetch.possible(kv) else 0, num_warps=chosen.warps, **common,
+        num_warps=chosen.warps, **common,
     )  # fmt: skip
     if splits > 1:
         columns = min(dv, 128)

@@ -202,9 +202,9 @@ def test_binaries(D, rows, page_size, dtype, monkeypatch):
     )
     assert decode.spills == merge.spills == 0
     assert decode.uses_tensor_cores and decode.widest_load == 16 and "cp.async" in decode.ptx
-    per_sm = launch.tiling(dtype, D, D, 8 * rows).per_sm
+    flight = launch.tiling(dtype, D, D, 8 * rows, few=True)
+    per_sm = flight.per_sm
     assert per_sm * (decode.shared_bytes + 1024) <= 228 << 10
     assert per_sm * decode.registers * 32 * decode.num_warps <= 1 << 16
-    flight = launch.tiling(dtype, D, D, 8 * rows)
     waiting = flight.per_sm * (flight.stages - 1) * flight.block * 2 * D * dtype.itemsize
     assert waiting >= 40 << 10
