@@ -345,15 +345,18 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
     for total, at, between in totals:
         outputs[seen.first[total]] = _lse(sizes, axes, total, at, roles)
         inside.update(between)
+    asked = set()
     for value, make, between in uses(made, sizes, inside) if uses is not None else ():
-        # Also the nodes that stand for it, as a conversion that changes nothing does.
-        nodes = [n for n, own in seen.of.items() if own is value]
-        outputs.update(dict.fromkeys(nodes, _once(make)))
         inside.update(between)
+        asked.add(value)
+        # Of the nodes that stand for it, as a conversion that changes nothing does.
+        nodes = [n for n, own in seen.of.items() if own is value]
+        used = [n for n in nodes if any(seen.of.get(u) is not value for u in n.users)]
+        outputs.update(dict.fromkeys(used, _once(make)))
     return Replacement(
         NAME, NAME, _described(made), f"no scores in memory: {text}",
         list(dict.fromkeys([*tensors, *needed])), outputs,
-        {n for n, value in seen.of.items() if value in inside} - {*outputs}, emit,
+        {n for n, value in seen.of.items() if value in inside or value in asked} - {*outputs}, emit,
     )  # fmt: skip
 
 
