@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import math
 import statistics
 import sys
@@ -46,17 +45,28 @@ LARGEST_SCORES = 2.2e9  # bytes of one matrix of scores
 RUN_US, REPEATS = 15e3, 3
 
 
-def columns_of(case: Case, asked: Sequence[str]) -> list[str]:
-    """The columns that have such a program."""
-    plain = case.mask in ("causal", "full")
-    found = ["ours"]
+def columns_of(case: Case, asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The columns that have such a program: those that say most, and the others."""
+    plain, family = case.mask in ("causal", "full"), case.mask.startswith("family")
     if plain:
-        found += ["kernel", "cudnn", "fa2"]
-    if not case.mask.startswith(("family", "colsum")):
-        found += ["flex"]
+        most, others = ["ours", "kernel", "cudnn", "flex"], ["fa2"]
+    elif family:
+        most, others = ["plugin", "compile"], ["ours"]
+    elif case.mask.startswith("colsum"):
+        most, others = ["ours"], []
+    else:
+        most, others = ["ours", "flex"], []
     if case.scores_bytes <= LARGEST_SCORES and (not plain or case.size == 4096):
-        found += WHOLE
-    return [c for c in asked if c in found]
+        others += [c for c in WHOLE if c not in most]
+    return [c for c in asked if c in most], [c for c in asked if c in others]
+
+
+def jobs_of(cases: Sequence[Case], asked: Sequence[str]) -> list[tuple[Case, str]]:
+    """What is measured, in this order: of all cases what says most, then the others."""
+    each = [(case, *columns_of(case, asked)) for case in cases]
+    return [(case, c) for case, most, _ in each for c in most] + [
+        (case, c) for case, _, others in each for c in others
+    ]
 
 
 def program(case: Case, column: str, tuned: bool) -> Callable[..., Any] | None:
@@ -251,6 +261,17 @@ def warm(case: Case, column: str) -> None:
         torch.cuda.empty_cache()
 
 
+def _compiled(jobs: Sequence[tuple[Case, str]]) -> list[tuple[Case, str]]:
+    """The jobs that compile something; a kernel of ours serves all sizes."""
+    found: dict[Any, tuple[Case, str]] = {}
+    for case, column in jobs:
+        if column in ("cudnn", "fa2", "eager"):
+            continue
+        same = case.mask, case.dim, case.kind, column
+        found.setdefault(same if column in ("ours", "kernel") else (case, column), (case, column))
+    return list(found.values())
+
+
 def prewarm(jobs: Sequence[tuple[Case, str]], workers: int, budget: common.Budget) -> None:
     """Compile in processes of their own; not more than four of them hold scores."""
     import multiprocessing
@@ -262,7 +283,7 @@ def prewarm(jobs: Sequence[tuple[Case, str]], workers: int, budget: common.Budge
     left = budget.left()
     begun = time.monotonic()
     pool = ProcessPoolExecutor(workers, context, _share, (context.Semaphore(4),))
-    waiting = [pool.submit(warm, *job) for job in jobs if job[1] not in ("cudnn", "fa2", "eager")]
+    waiting = [pool.submit(warm, *job) for job in _compiled(jobs)]
     try:
         done = as_completed(waiting, None if left is None else 0.4 * left)
         for future in tqdm(done, "compiling", len(waiting), mininterval=5):
@@ -278,6 +299,18 @@ def prewarm(jobs: Sequence[tuple[Case, str]], workers: int, budget: common.Budge
 # --- report ---------------------------------------------------------------------------------------
 
 
+def _on_top(found: dict[tuple[str, str], dict[str, common.Row]]) -> list[str]:
+    """What column sums cost beside the forward alone."""
+    notes = []
+    for (case, kind), of in found.items():
+        mask, _, shape = case.partition(" ")
+        alone = found.get((f"causal {shape}", kind), {}).get("kernel")
+        if mask.startswith("colsum") and alone is not None and "ours" in of:
+            times = (common.number(row["us"]) for row in (of["ours"], alone))
+            notes.append(f"{case}: {100 * common.ratio(*times) - 100:.0f}% on top of the forward")
+    return notes
+
+
 def report(rows: Sequence[common.Row], out: Path, name: str) -> None:
     """A table of the rows (printed, and as Markdown) and a plot."""
     found: dict[tuple[str, str], dict[str, common.Row]] = {}
@@ -290,16 +323,25 @@ def report(rows: Sequence[common.Row], out: Path, name: str) -> None:
             found.setdefault((row["case"], row["kind"]), {})[row["column"]] = row
         else:
             notes.append(f"{where}: wrong by {common.number(row.get('error')):.2g}")
-    columns = [c for c in COLUMNS if any(c in of for of in found.values())]
-    table = []
+    columns: list[str] = [c for c in COLUMNS if any(c in of for of in found.values())]
+    table: list[tuple[Any, ...]] = []
     for key, of in found.items():
-        cells = {c: common.number(of[c]["tflops"]) if c in of else math.nan for c in columns}
-        us = {c: common.number(of[c]["us"]) if c in of else math.nan for c in columns}
-        best = [us[c] for c in ("cudnn", "fa2", "flex") if not math.isnan(us.get(c, math.nan))]
+        rates: dict[str, float] = {
+            c: common.number(of[c]["tflops"]) if c in of else math.nan for c in columns
+        }
+        us: dict[str, float] = {
+            c: common.number(of[c]["us"]) if c in of else math.nan for c in columns
+        }
+        peers = (us.get(c, math.nan) for c in ("cudnn", "fa2", "flex"))
+        best = [x for x in peers if not math.isnan(x)]
         own = us.get("ours", math.nan)
         stock = common.ratio(us.get("compile", math.nan), us.get("plugin", math.nan))
-        table.append((*key, *cells.values(), common.ratio(min(best, default=math.nan), own), stock))
+        room = [common.number(of[c]["peak_mib"]) if c in of else math.nan for c in WHOLE[:2]]
+        peer = common.ratio(min(best, default=math.nan), own)
+        table.append((*key, *rates.values(), peer, stock, *room))
+    notes += _on_top(found)
     heads = ["case", "kind", *columns, "best peer/ours", "compile/plugin"]
+    heads += ["plugin MiB", "compile MiB"]
     common.print_table("TFLOP/s of kept pairs", heads, table)
     print("\n".join(notes))
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -312,11 +354,11 @@ def report(rows: Sequence[common.Row], out: Path, name: str) -> None:
     panels = []
     for kind in ("fwd", "bwd"):
         keys = [k for k in found if k[1] == kind]
-        us_of = {
+        lines_of = {
             c: [common.number(found[k][c]["us"]) if c in found[k] else math.nan for k in keys]
             for c in columns
         }
-        panels.append((kind, [k[0] for k in keys], us_of))
+        panels.append((kind, [k[0] for k in keys], lines_of))
     try:
         common.plot_panels(out / f"{name}.png", "Attention, bf16", panels, 1)
     except ImportError as failure:
@@ -341,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget-seconds", type=float, help="stop between columns before this is used up")
     add("--prewarm", type=int, default=0, help="compile in this many processes first")
     add("--report", action="store_true", help="table and plot of the CSV that is there, and stop")
-    add("--list", action="store_true", help="print the cases in their order and stop")
+    add("--list", action="store_true", help="print what is measured in its order and stop")
     return parser
 
 
@@ -351,8 +393,8 @@ def main() -> None:
     budget = common.Budget(args.budget_seconds)
     cases = [case for case in CASES if args.cases in f"{case.name} {case.kind}"][: args.first]
     if args.list:
-        for case in cases:
-            print(case.name, case.kind, *columns_of(case, args.columns))
+        for case, column in jobs_of(cases, args.columns):
+            print(case.name, case.kind, column)
         return
     if args.report:
         report(common.read_csv(args.out / f"{args.name}.csv"), args.out, args.name)
@@ -367,9 +409,7 @@ def main() -> None:
         measure.require_cuda()
     except RuntimeError as failure:
         sys.exit(str(failure))
-    jobs = list(
-        itertools.chain(*([(case, c) for c in columns_of(case, args.columns)] for case in cases))
-    )
+    jobs = jobs_of(cases, args.columns)
     if args.prewarm:
         prewarm(jobs, args.prewarm, budget)
     meta = common.metadata("benchmarks.attention")

@@ -11,7 +11,9 @@ Columns
 
 ``gbs`` counts the keys and values that are kept, the queries and the result, each once; ``percent``
 is that at this card's copy speed, over the time. ``--tilings`` instead times the kernels at launch
-parameters around the chosen ones. ``--prewarm N`` compiles in N processes first.
+parameters around the chosen ones. ``--prewarm N`` compiles in N processes first. A kernel that
+faults takes the process's context with it: the rest is measured in another, which is what
+``--resume`` is for.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,19 +92,22 @@ TILED = (
     "b1-16k", "b16-8k", "b16-8k-page64", "b64-2k", "list-8x2048", "b16-8k-d64", "b16-8k-rows4",
     "b16-8k-d256",
 )  # fmt: skip
-# block, warps, stages, keys first, programs of a multiprocessor, blocks of a program at least
+# block, warps, stages, keys first, programs of a multiprocessor, blocks of a program at least,
+# programs, blocks asked for at once
 TILINGS = (
-    (64, 4, 3, True, 2, 4), (64, 4, 2, True, 3, 4), (64, 4, 4, True, 1, 4), (64, 8, 3, True, 2, 4),
-    (128, 4, 2, True, 1, 2), (128, 8, 3, True, 1, 2), (32, 4, 4, True, 3, 8),
-    (32, 4, 3, True, 4, 8), (64, 4, 3, False, 2, 4), (64, 4, 4, False, 2, 4),
-    (32, 4, 4, False, 3, 8), (32, 2, 4, False, 3, 8), (64, 8, 4, False, 1, 4),
-    (64, 4, 3, True, 4, 4), (64, 4, 3, True, 2, 2), (64, 4, 3, True, 2, 8), (64, 8, 4, True, 1, 4),
+    (64, 4, 3, True, 2, 4), (64, 4, 3, True, 2, 4, 0, 0), (64, 4, 3, True, 2, 4, 0, 1),
+    (64, 4, 3, True, 2, 4, 0, 4), (64, 4, 4, True, 1, 4), (64, 4, 4, True, 1, 4, 0, 4),
+    (128, 8, 3, True, 1, 2), (128, 8, 3, True, 1, 2, 0, 1), (32, 4, 4, True, 3, 8),
+    (64, 4, 3, False, 2, 4), (32, 4, 4, False, 2, 8), (32, 4, 4, False, 3, 8),
+    (64, 8, 3, False, 1, 4), (64, 4, 3, True, 4, 4), (64, 4, 3, True, 2, 2),
 )  # fmt: skip
-# block, heads, warps, stages, parts of a list
+# block, heads, warps, stages, parts of a list, entries asked for at once
 LIST_TILINGS = (
-    (64, 16, 8, 2, 16), (64, 16, 4, 2, 16), (32, 16, 4, 3, 16), (32, 16, 8, 3, 16),
-    (64, 16, 8, 1, 32), (64, 16, 4, 1, 32), (32, 16, 4, 2, 32), (32, 16, 8, 4, 16),
-    (64, 16, 8, 2, 8), (128, 16, 8, 1, 16),
+    (32, 16, 4, 3, 16, 128), (32, 16, 4, 3, 16, 0), (32, 16, 4, 2, 16, 128),
+    (32, 16, 4, 4, 16, 128), (64, 16, 4, 2, 16, 128), (64, 16, 8, 2, 16, 128),
+    (32, 16, 4, 3, 32, 64), (32, 16, 4, 2, 32, 64), (64, 16, 4, 2, 32, 64),
+    (32, 16, 8, 2, 32, 64), (64, 16, 8, 2, 32, 64), (32, 16, 4, 3, 24, 128),
+    (64, 16, 4, 1, 16, 128), (64, 16, 8, 1, 16, 128), (64, 16, 8, 1, 32, 64),
 )  # fmt: skip
 
 
@@ -329,6 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget-seconds", type=float, help="stop between columns before this is used up")
     add("--prewarm", type=int, default=14, help="compile in this many processes first")
     add("--tilings", action="store_true", help="time launch parameters of the kernels")
+    add("--resume", type=int, default=0, help="go on behind this many columns (see below)")
     add("--list", action="store_true", help="print the cases in their order and stop")
     return parser
 
@@ -362,28 +369,57 @@ def main() -> None:
         measure.require_cuda()
     except RuntimeError as failure:
         sys.exit(str(failure))
-    if args.prewarm:
+    if args.prewarm and not args.resume:
         tasks = [(c.name, t) for c in cases for column, t in _jobs(c, args) if column == "ours"]
         common.run_in_pool(warm, tasks, args.prewarm, None)
     torch.manual_seed(0)
     meta = common.metadata("benchmarks.attention_decode")
     meta |= {"ceilings_per_us": dataclasses.asdict(measure.ceilings())}
     timer = Timer(QUICK_REPEATS)
-    table = common.CsvFile(args.out / f"{name}.csv", FIELDS)
-    rows = []
+    path = args.out / f"{name}.csv"
+    rows: list[Any] = common.read_csv(path) if args.resume else []
+    table = common.CsvFile(path, FIELDS)
+    for row in rows:
+        table.write(row)
+    done = 0
     for case in budget.take(tqdm(cases, "cases", mininterval=5)):
+        jobs = _jobs(case, args)
+        done += len(jobs)
+        if done <= args.resume:
+            continue
         tensors = draw(case)
         sets = measure.rotate(tuple(tensors.values()))
-        for column, tiling in _jobs(case, args):
+        for i, (column, tiling) in enumerate(jobs):
+            if done - len(jobs) + i < args.resume:
+                continue
             row = measure_column(case, column, tensors, sets, timer, tiling)
-            if row is not None:
-                rows.append(row)
-                table.write(row)
+            if row is None:
+                continue
+            rows.append(row)
+            table.write(row)
+            if "failure" in row and _lost():
+                argv = [a for a in sys.argv[1:] if not a.startswith("--resume")]
+                go_on = f"--resume={done - len(jobs) + i + 1}"
+                os.execv(
+                    sys.executable,
+                    [sys.executable, "-m", "benchmarks.attention_decode", *argv, go_on],
+                )
         del tensors, sets
         torch.cuda.empty_cache()
     table.close()
     common.write_json(args.out / f"{name}.json", meta)
     common.print_table("decode", FIELDS, [[row.get(f, "") for f in FIELDS] for row in rows])
+
+
+def _lost() -> bool:
+    """Whether the card answers this process no more."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from torch import Tensor
 from inductor_ext.templates.attention_program import Input
 
 from . import compat_fx
-from .pointwise_graph import Builder, Const, Value, dtype_of, function_of, in_order, leaves, packet
+from .pointwise_graph import Builder
 from .pointwise_text import NotPointwise
+from .pointwise_values import Const, Value, dtype_of, function_of, in_order, leaves, packet
 
 aten = torch.ops.aten
 _SHAPE = (2, 2, 2, 2)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from . import compat_fx, pointwise_text
-from .pointwise_graph import Builder, Const, Value
+from .pointwise_graph import Builder
 from .pointwise_text import NotPointwise as NotPointwise
+from .pointwise_values import Const, Value
 
 Score = Callable[..., Tensor]
 _SIZES = ((3, 5, 7, 11), (2, 3, 5, 13))  # of B, H, Sq, Sk while a score is traced

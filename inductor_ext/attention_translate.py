@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,9 @@ from .attention_conditions import (
 from .attention_gradient import GradientBuilder, gradients
 from .attention_score import INDICES, names
 from .attention_spans import spans
-from .pointwise_graph import Builder, Const, Value, dtype_of, in_order, leaves, packet
+from .pointwise_graph import Builder
 from .pointwise_text import NotPointwise
+from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 
 aten = torch.ops.aten
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -321,17 +323,26 @@ class _Translator(scan_pointwise.Translator):
     def rule(self, node: Any) -> Any:
         quick = _QUICK.get(packet(node))
         if node.meta.get("saturates"):  # rounded towards 0, what is finite stays so
-            quick = f"libdevice.mul_rz({{}}, {node.args[1]!r})"
+            quick = _instruction(f"mul.rz.f32 $0, $1, 0f{_bits(node.args[1])};")
         if quick is None:
             return super().rule(node)
         return lambda t, node: quick.replace("{}", t.operand(node.args[0], torch.float32))
 
 
+def _instruction(text: str) -> str:
+    """An instruction of one operand, ``{}``."""
+    options = "dtype=tl.float32, is_pure=True, pack=1"
+    return f'tl.inline_asm_elementwise("{text}", "=f,f", [{{}}], {options})'
+
+
+def _bits(number: Any) -> str:
+    return struct.pack(">f", number).hex().upper()
+
+
 _QUICK = {
     aten.exp: "tl.exp({})",
     aten.exp2: "tl.exp2({})",
-    aten.tanh: 'tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [{}], '
-    "dtype=tl.float32, is_pure=True, pack=1)",
+    aten.tanh: _instruction("tanh.approx.f32 $0, $1;"),
 }
 
 

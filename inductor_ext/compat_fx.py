@@ -99,6 +99,8 @@ def tensor_meta(tensor: torch.Tensor) -> Any:
 
 def apart(fn: Callable[[], Result]) -> Result:
     """``fn()`` in a thread of its own, where nothing is being traced or differentiated."""
+    # Without a card, torch 2.11 crashes where fake tensors ask for this in a second thread first.
+    torch._C._ensureCUDADeviceGuardSet()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(fn).result()
 

@@ -8,10 +8,9 @@ tensor with its dtype and the axes that it varies along (size 1 along the others
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,19 +18,10 @@ from torch import Tensor
 
 from . import compat_fx, pointwise_text
 from .pointwise_text import CONVERSIONS, FILLED, SAME, NotPointwise
+from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-
-@dataclasses.dataclass(frozen=True)
-class Const:
-    """One number everywhere. Without a dtype it takes part in promotion as a Python number does."""
-
-    value: bool | int | float
-    dtype: torch.dtype | None = None
-
-
-Value = Any  # a node or a Const
 _INFIX = (aten.add, aten.sub, aten.mul, aten.div)
 _COMMUTATIVE = {
     aten.add, aten.mul, aten.eq, aten.ne, aten.maximum, aten.minimum,
@@ -54,21 +44,6 @@ _OVERLOADS = {
     aten.maximum: (aten.maximum.default, aten.clamp_min.default, None),
     aten.minimum: (aten.minimum.default, aten.clamp_max.default, None),
 }
-
-
-def packet(value: Value) -> Any:
-    """The operation of a node ("aten.mul" of mul.Tensor); None of anything else."""
-    return getattr(getattr(value, "target", None), "overloadpacket", None)
-
-
-def dtype_of(value: Value) -> torch.dtype | None:
-    """The dtype of a node or Const; None of a number without one."""
-    return value.dtype if isinstance(value, Const) else value.meta["val"].dtype
-
-
-def leaves(value: Value) -> frozenset[str]:
-    """The names of the inputs that a value is made of."""
-    return frozenset() if isinstance(value, Const) else value.meta["leaves"]
 
 
 class Builder:
@@ -380,15 +355,11 @@ class Builder:
     def _typed(self, kind: Any, operands: tuple[Value, ...], op: Any) -> Any:
         """The node of an operation, its operands converted where a number promotes otherwise than
         the constant tensor it stands for."""
-        if (
-            kind is aten.mul
-            and not any(isinstance(a, Const) for a in operands)
-            and all(
-                leaves(a) <= self._narrow and not a.meta["val"].is_floating_point()
+        if self._overflows(kind, operands):
+            operands = tuple(
+                a if isinstance(a, Const) else self.convert(a, torch.int64, always=True)
                 for a in operands
             )
-        ):
-            operands = tuple(self.convert(a, torch.int64, always=True) for a in operands)
         if kind in _OVERLOADS and len(operands) == 2:
             numbers = tuple(isinstance(a, Const) for a in operands)
             place = 2 if numbers[0] else int(numbers[1])
@@ -403,6 +374,15 @@ class Builder:
         ):
             operands = tuple(self._tensor(a, _stand_in(a).dtype) for a in operands)
         return self._node(op, tuple(a.value if isinstance(a, Const) else a for a in operands), {})
+
+    def _overflows(self, kind: Any, operands: tuple[Value, ...]) -> bool:
+        """Whether a result of int32 may not fit: a product of places, or beside a large number."""
+        nodes = [a for a in operands if not isinstance(a, Const)]
+        if any(dtype_of(a) != torch.int32 or not leaves(a) <= self._narrow for a in nodes):
+            return False
+        numbers = [a.value for a in operands if isinstance(a, Const)]
+        large = any(isinstance(n, int) and abs(n) >= 1 << 30 for n in numbers)
+        return large or (kind is aten.mul and len(nodes) == 2)
 
     def _checked(self, form: Any, full: Any, operands: tuple[Value, ...]) -> Any:
         """The node of ``form``, which takes numbers as such, where it promotes as ``full`` of
@@ -446,34 +426,6 @@ class Builder:
         node.meta["key"] = (size, hashlib.sha256(text.encode()).hexdigest()[:16])
         self._known[known] = node
         return node
-
-
-def function_of(value: Any, inputs: Sequence[str]) -> torch.fx.GraphModule:
-    """A builder's node as a function of inputs by name."""
-    graph = torch.fx.Graph()
-    placeholders = {name: graph.placeholder(name) for name in inputs}
-    copies: dict[Any, Any] = {}
-    for node in in_order(value):
-        if node.op == "placeholder":
-            copies[node] = placeholders[str(node.target)]
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[value])
-    return torch.fx.GraphModule({}, graph)
-
-
-def in_order(value: Any) -> list[Any]:
-    """The nodes that a node is made of, each behind its arguments, itself last."""
-    found: dict[Any, None] = {}
-    stack = [(value, False)]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            found[node] = None
-        elif node not in found:
-            stack.append((node, True))
-            stack += [(a, False) for a in reversed(node.all_input_nodes)]
-    return list(found)
 
 
 def _own(number: Any) -> torch.dtype:

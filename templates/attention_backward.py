@@ -13,25 +13,20 @@ the left operands of their products as they come out of registers. ``rows_kernel
 query rows and goes over keys. ``pairs_kernel`` holds a tile of both and goes over what an input
 with both is broadcast along. No two programs add to one place in memory, so all is deterministic.
 A row without keys has lse2 = inf, hence p = 0: its gradients are 0.
-
-A kernel of rows makes s and dP once more, 7 products in all where 5 would do. ``staged``, the
-kernel of keys stores ds and ``product_kernel`` multiplies it by k: see ``attention_staging``.
 """
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from . import attention_staging as staging
 from .attention_forward import hull
-from .attention_program import Program, Span
+from .attention_program import Program
 from .attention_text import (
     Loops,
     Operand,
@@ -47,7 +42,7 @@ from .attention_text import (
 )
 
 # Sizes that are not to be compiled in.
-SIZES = ["rows", "columns", "kv_heads", "group", "heads", "together", "padded", "first"]
+SIZES = ["rows", "columns", "kv_heads", "group", "heads", "together", "padded"]
 
 STATISTICS = ("shift", "delta")  # lse2 and delta
 
@@ -63,9 +58,10 @@ class Form:
     """What is compiled besides the program. ``head``, ``value``: D and Dv. ``tma``: q, k, v and
     do through tensor descriptors, ``descriptors``: lse2 and delta as well, ``described``: which of
     the score's inputs. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a kernel
-    makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``staged``: ds goes
-    through memory, which ``attention_staging`` describes. ``ahead``: s of whole tiles is made a
-    tile earlier than it is used, so that the products of one tile are under way together."""
+    makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``merged``: one loop over
+    all tiles, whose mask is a branch, in place of one over whole tiles and one over the others.
+    ``early``: dP is made before p, so that the other products follow one another. ``streamed``: the
+    inputs along rows only that the keys kernel reads through descriptors."""
 
     head: int
     value: int
@@ -77,8 +73,15 @@ class Form:
     dk: tuple[int, ...] = ()
     dv: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
-    staged: bool = False
-    ahead: bool = False
+    merged: bool = False
+    early: bool = False
+    streamed: tuple[int, ...] = ()
+
+    @property
+    def again(self) -> bool:
+        """Whether what a program holds is loaded anew for each tile: fp32 in parts of TF32 would
+        else be held in registers, and spill."""
+        return self.precision == "tf32x3"
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand, Operand]:
@@ -93,11 +96,13 @@ class Form:
 
 @triton.jit
 def statistics_kernel(
-    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, rows, padded, heads, out_b,
-    out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h, lse_grad_s,
+    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, kept_ptr, rows, padded,
+    heads, out_b, out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h,
+    lse_grad_s,
     VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta and lse2 [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` 0 and inf."""
+    """delta, lse2 and dlse [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` they are
+    0, inf and 0, as for a row without keys."""
     tiles = tl.cdiv(padded, ROWS)
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b = bh // heads
@@ -112,11 +117,15 @@ def statistics_kernel(
     out = tl.load(out_at + at * out_s + column, inside, other=0.0)
     given = tl.load(given_at + at * out_grad_s + column, inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * given.to(tl.float32), 1)
-    if lse_grad_ptr is not None:
-        where = b * lse_grad_b + h * lse_grad_h + q.to(tl.int64) * lse_grad_s
-        delta -= tl.load(lse_grad_ptr + where, there, other=0.0)
     lse = tl.load(lse_ptr + bh * rows + q, there, other=float("-inf"))
     empty = lse == float("-inf")
+    lse_grad = tl.zeros([ROWS], tl.float32)
+    if lse_grad_ptr is not None:
+        where = b * lse_grad_b + h * lse_grad_h + q.to(tl.int64) * lse_grad_s
+        lse_grad = tl.load(lse_grad_ptr + where, there & ~empty, other=0.0)
+    delta -= lse_grad
+    if kept_ptr is not None:
+        tl.store(kept_ptr + bh * padded + q, lse_grad, q < padded)
     tl.store(delta_ptr + bh * padded + q, tl.where(empty, 0.0, delta), q < padded)
     shift = tl.where(empty, float("inf"), lse * 1.4426950408889634)
     tl.store(shift_ptr + bh * padded + q, shift, q < padded)
@@ -137,7 +146,7 @@ chunk = pid // many
 rest = pid % many
 width = tl.minimum(together, tl.num_programs(0) // tiles - chunk * together)
 {axis}_start = ({tile}) * {block}
-bh = first + chunk * together + rest % width"""
+bh = chunk * together + rest % width"""
 
 
 def _statistic(form: Form, name: str, expanded: str) -> str:
@@ -172,16 +181,43 @@ def _transposed(names: Sequence[str]) -> list[str]:
     return [f"tl.trans({name})" for name in names]
 
 
+def _along(program: Program, axis: str) -> tuple[list[int], list[int]]:
+    """The inputs that vary along ``axis``, which is that of the loop, and the others, which are
+    loaded in front of it."""
+    every = range(len(program.inputs))
+    moving = [i for i in every if axis in program.inputs[i].axes]
+    return moving, [i for i in every if i not in moving]
+
+
+def _held_inputs(program: Program, form: Form, axis: str) -> str:
+    q_and_k = "q = q_start + ql" if axis == "k" else "k = k_start + kl"
+    _, held = _along(program, axis)
+    loads = input_loads(program, False, False, held, described=())
+    return joined(q_and_k, loads) if held else ""
+
+
 def _score(
-    program: Program, form: Form, masked: bool, q_inside: bool, k_inside: bool, transposed: bool
+    program: Program, form: Form, masked: str, q_inside: bool, k_inside: bool, axis: str
 ) -> str:
-    """From ``s`` to ``r``, -inf where nothing is kept if ``masked``."""
+    """From ``s`` to ``r``, -inf where nothing is kept in tiles that are ``masked``: "" none of
+    them, "always" all, else where the condition holds. ``axis``: that of the loop, "" for none."""
+    moving, _ = _along(program, axis) if axis else (list(range(len(program.inputs))), [])
+    described = form.described
+    streamed = [i for i in moving if i in form.streamed]
     loads = input_loads(
-        program, q_inside, k_inside, described=form.described, transposed=transposed
-    )
-    lines = ["q = q_start + ql", "k = k_start + kl", loads, program.score]
-    if masked:
-        lines += [kept(program, q_inside, k_inside), 'r = tl.where(keep, r, float("-inf"))']
+        program, q_inside, k_inside, [i for i in moving if i not in streamed],
+        described=described, transposed=axis == "q",
+    )  # fmt: skip
+    lines = ["q = q_start + ql", "k = k_start + kl", loads]
+    for i in streamed:
+        b, h = (name if name in program.inputs[i].axes else "0" for name in "bh")
+        lines.append(f"x{i} = x{i}_row.load([{b}, {h}, 0, q_start]).reshape(1, BLOCK_M)")
+    lines.append(program.score)
+    mask = joined(kept(program, q_inside, k_inside), 'r = tl.where(keep, r, float("-inf"))')
+    if masked == "always":
+        lines.append(mask)
+    elif masked:
+        lines.append(f"if {masked}:\n{indented(mask)}")
     return joined(*lines)
 
 
@@ -207,24 +243,11 @@ def _ds_factor(program: Program, inputs: Sequence[int]) -> str:
     return f" * {program.scale!r}" if program.scale is not None and not inputs else ""
 
 
-def _whole_tiles(over: Loops, form: Form, body: str, moving: Operand, held: Operand) -> str:
-    """The loop over tiles that are kept whole. ``ahead``, each step makes s of the next one."""
-    if not form.ahead:
-        return over.full(body)
-    axis = over.axis
-    (start, _), (count, _) = over.starts, over.counts
-    block = "BLOCK_M" if axis == "q" else "BLOCK_N"
-
-    def made(step: str) -> str:
-        names = [f"next{i}" for i in range(len(moving.pieces))]
-        loads = [f"{name} = {moving.load(i, 'next_start', block)}" for i, name in enumerate(names)]
-        pairs = _names(held), _transposed(names)
-        where = re.sub(r"\bstep\b", step, start)
-        result = product(*pairs, _options(form))
-        return joined(f"next_start = {where}", *loads, f"s_ahead = {result}")
-
-    first = joined(f"whole = {count}", made("0"))
-    return joined(first, over.full(joined(body, made("tl.minimum(step + 1, whole - 1)"))))
+def _tiles(over: Loops, form: Form, body: Callable[[str], str]) -> str:
+    """The loops around ``body``, which is given the condition under which a tile is masked."""
+    if form.merged:
+        return over.merged(body("step >= whole"))
+    return joined(over.full(body("")), over.partial(body("always")))
 
 
 def _options(form: Form) -> str:
@@ -235,12 +258,11 @@ def _options(form: Form) -> str:
 # dk, dv, and gradients of inputs along keys
 
 
-def _keys_body(program: Program, form: Form, masked: bool) -> str:
+def _keys_body(program: Program, form: Form, masked: str) -> str:
     """A tile of query rows: p^T and ds^T, [BLOCK_N, BLOCK_M]."""
     query, key, value, out_grad = form.operands
     options = _options(form)
     limit = "rows" if masked else ""
-    made = f"s = {product(_names(key), _transposed(_names(query)), options)}"
     given = ""
     if form.dk or form.inputs:
         start = "tl.broadcast_to(-delta, [BLOCK_N, BLOCK_M])"
@@ -249,12 +271,13 @@ def _keys_body(program: Program, form: Form, masked: bool) -> str:
             _statistic(form, "delta", "[None, :]"),
             f"dp = {product(*operands, options, start)}",
         )
-    ahead = form.ahead and not masked
     lines = [
+        _held_keys(form) if form.again else "",
         _loaded(query, "q_start", "BLOCK_M", limit),
         _loaded(out_grad, "q_start", "BLOCK_M", limit),
-        joined(given, "s = s_ahead") if ahead else made,
-        _score(program, form, masked, not masked, False, True),
+        f"s = {product(_names(key), _transposed(_names(query)), options)}",
+        given if form.early else "",
+        _score(program, form, masked, not masked, False, "q"),
         _statistic(form, "shift", "[None, :]"),
         "p = tl.exp2(r - shift)",
     ]
@@ -263,15 +286,20 @@ def _keys_body(program: Program, form: Form, masked: bool) -> str:
     for i in form.dv:
         lines.append(f"dv{i} = tl.dot(narrow, out_grad{i}, dv{i}{options})")
     if given:
-        lines += ["" if ahead else given, "g = p * dp", _gradient(program, form.inputs)]
-    for i in form.inputs:
-        lines.append(f"sum{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)")
+        lines += ["" if form.early else given, "g = p * dp", _gradient(program, form.inputs)]
+    lines.append(_summed("sum", form))
     if form.dk:
         lines.append("narrow_ds = ds.to(query0.dtype)")
     for i in form.dk:
         lines.append(f"dk{i} = tl.dot(narrow_ds, query{i}, dk{i}{options})")
-    if form.staged:
-        lines.append(staging.store("narrow_ds"))
+    return joined(*lines)
+
+
+def _held_keys(form: Form) -> str:
+    _, key, value, _ = form.operands
+    lines = [_loaded(key, "k_start", "BLOCK_N", "columns")]
+    if form.dk or form.inputs:
+        lines.append(_loaded(value, "k_start", "BLOCK_N", "columns"))
     return joined(*lines)
 
 
@@ -281,17 +309,14 @@ def keys_parameters(program: Program, form: Form) -> list[str]:
         if getattr(form, name):
             names += Operand(name, 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
-    names += staging.PARAMETERS if form.staged else []
+    names += [f"x{i}_row" for i in form.streamed]
     return [*names, *_given(program, form)]
 
 
 def _keys(program: Program, form: Form) -> str:
     query, key, value, out_grad = form.operands
     documents = "doc" if program.documents else ""
-    if form.staged:
-        over = loops(staging.whole(program.column_spans), "q", "padded", "BLOCK_M")
-    else:
-        over = loops(program.column_spans, "q", "rows", "BLOCK_M", hull=documents)
+    over = loops(program.column_spans, "q", "rows", "BLOCK_M", hull=documents)
     zeros = [
         f"{name}{i} = tl.zeros([BLOCK_N, {operand.pieces[i].size}], tl.float32)"
         for name, operand, which in (("dk", key, form.dk), ("dv", value, form.dv))
@@ -310,12 +335,11 @@ def _keys(program: Program, form: Form) -> str:
         inputs_at(program, described=form.described),
         "row = b * heads + h",
         "row_at = tl.cast(row, tl.int64) * padded",
-        staging.slot("bh - first", "member") if form.staged else "",
+        _held_inputs(program, form, "q"),
         _hull(program, "k_start // BLOCK_N"),
         over.head if documents else "",
         *sums,
-        _whole_tiles(over, form, _keys_body(program, form, False), query, key),
-        over.partial(_keys_body(program, form, True)),
+        _tiles(over, form, functools.partial(_keys_body, program, form)),
         *stored,
     )
     ends = []
@@ -338,11 +362,9 @@ def _keys(program: Program, form: Form) -> str:
         "k1 = tl.minimum(k_start + BLOCK_N, columns) - 1",
         key.at("b", "kv_head"),
         value.at("b", "kv_head"),
-        _loaded(key, "k_start", "BLOCK_N", "columns"),
-        _loaded(value, "k_start", "BLOCK_N", "columns"),
+        "" if form.again else _held_keys(form),
         *zeros,
         "" if documents else over.head,
-        staging.place(program, "k_start // BLOCK_N", "BLOCK_N") if form.staged else "",
         "for member in range(0, group):",
         indented(head),
         *ends,
@@ -364,33 +386,56 @@ def keys_kernel(program: Program, form: Form) -> Any:
 # dq, and gradients of inputs along rows
 
 
-def _rows_body(program: Program, form: Form, masked: bool) -> str:
+def _rows_body(program: Program, form: Form, masked: str) -> str:
     """A tile of keys: p and ds, [BLOCK_M, BLOCK_N]."""
     query, key, value, out_grad = form.operands
     options = _options(form)
     limit = "columns" if masked else ""
-    made = f"s = {product(_names(query), _transposed(_names(key)), options)}"
     start = "tl.broadcast_to(-delta, [BLOCK_M, BLOCK_N])"
     operands = _names(out_grad), _transposed(_names(value))
     given = f"dp = {product(*operands, options, start)}"
-    ahead = form.ahead and not masked
     lines = [
+        _held_rows(form) if form.again else "",
         _loaded(key, "k_start", "BLOCK_N", limit),
         _loaded(value, "k_start", "BLOCK_N", limit),
-        joined(given, "s = s_ahead") if ahead else made,
-        _score(program, form, masked, False, not masked, False),
+        f"s = {product(_names(query), _transposed(_names(key)), options)}",
+        given if form.early else "",
+        _score(program, form, masked, False, not masked, "k"),
         "p = tl.exp2(r - shift)",
-        "" if ahead else given,
+        "" if form.early else given,
         "g = p * dp",
         _gradient(program, form.inputs),
     ]
-    for i in form.inputs:
-        lines.append(f"sum{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)")
     if form.dq:
         lines.append("narrow_ds = ds.to(key0.dtype)")
     for i in form.dq:
         lines.append(f"dq{i} = tl.dot(narrow_ds, key{i}, dq{i}{options})")
+    if form.inputs:
+        lines += [_summed("sum", form), "sum_g += tl.sum(g, 1)"]
+        lines += ["g = p", program.gradient, _summed("weight", form)]
     return joined(*lines)
+
+
+def _summed(name: str, form: Form) -> str:
+    return "\n".join(f"{name}{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)" for i in form.inputs)
+
+
+def _corrected(form: Form) -> str:
+    """Row sums of inputs' gradients with the delta of this very sum.
+
+    delta is made of an output that was rounded, an error that all of a row shares, which averages
+    out in sums along other axes. Here the sum of p dP - delta, which is dlse, tells it, and a
+    gradient is linear in g: that of g = p says what the error has added."""
+    lines = ["off = tl.load(lse_grad_ptr + row_at + at) - sum_g"]
+    lines += [f"sum{i} += off * weight{i}" for i in form.inputs]
+    lines += [f"tl.store(sum{i}_ptr + row_at + at, sum{i})" for i in form.inputs]
+    return joined("at = q_start + tl.arange(0, BLOCK_M)", *lines) if form.inputs else ""
+
+
+def _held_rows(form: Form) -> str:
+    query, *_, out_grad = form.operands
+    rows = "q_start", "BLOCK_M", "rows"
+    return joined(_loaded(query, *rows), _loaded(out_grad, *rows))
 
 
 def rows_parameters(program: Program, form: Form) -> list[str]:
@@ -398,6 +443,7 @@ def rows_parameters(program: Program, form: Form) -> list[str]:
     if form.dq:
         names += Operand("dq", 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
+    names += ["lse_grad_ptr"] if form.inputs else []
     return [*names, *_given(program, form)]
 
 
@@ -406,6 +452,8 @@ def _rows(program: Program, form: Form) -> str:
     documents = "doc" if program.documents else ""
     over = loops(program.row_spans, "k", "columns", "BLOCK_N", hull=documents)
     ends = []
+    sums = [f"{name}{i}" for i in form.inputs for name in ("sum", "weight")]
+    sums += ["sum_g"] if sums else []
     if form.dq:
         result = Operand("dq", form.head)
         factor = _ds_factor(program, form.inputs)
@@ -430,19 +478,15 @@ def _rows(program: Program, form: Form) -> str:
         "row_at = tl.cast(row, tl.int64) * padded",
         _statistic(form, "shift", "[:, None]"),
         _statistic(form, "delta", "[:, None]"),
-        _loaded(query, "q_start", "BLOCK_M", "rows"),
-        _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
+        "" if form.again else _held_rows(form),
         *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
-        *(f"sum{i} = tl.zeros([BLOCK_M], tl.float32)" for i in form.inputs),
+        *(f"{name} = tl.zeros([BLOCK_M], tl.float32)" for name in sums),
+        _held_inputs(program, form, "k"),
         _hull(program, "q_start // BLOCK_M"),
         over.head,
-        _whole_tiles(over, form, _rows_body(program, form, False), key, query),
-        over.partial(_rows_body(program, form, True)),
+        _tiles(over, form, functools.partial(_rows_body, program, form)),
         *ends,
-        *(
-            f"tl.store(sum{i}_ptr + row_at + q_start + tl.arange(0, BLOCK_M), sum{i})"
-            for i in form.inputs
-        ),
+        _corrected(form),
     )
 
 
@@ -453,57 +497,6 @@ def rows_kernel(program: Program, form: Form) -> Any:
         rows_parameters(program, form),
         ["BLOCK_M", "BLOCK_N", "STAGES"],
         _rows(program, form),
-        unspecialised=[*SIZES, *(f"n{i}" for i in range(program.numbers))],
-    )
-
-
-# ----------------------------------------------------------------------------------------
-# dq of a ds that is stored
-
-
-def product_parameters(program: Program, form: Form) -> list[str]:
-    names = [*form.operands[1].parameters, *Operand("dq", 0).parameters, *staging.PARAMETERS]
-    return [*names, *(f"n{i}" for i in range(program.numbers)), *SIZES]
-
-
-def _product(program: Program, form: Form) -> str:
-    query, key, *_ = form.operands
-    over = loops([Span(s.lo, s.hi, "0", "0") for s in program.row_spans], "k", "columns", "BLOCK_N")
-    result = Operand("dq", form.head)
-    body = [
-        staging.place(program, "k_start // STRIPE", "STRIPE"),
-        staging.load("narrow_ds", "k_start % STRIPE"),
-        _loaded(key, "k_start", "BLOCK_N", "columns"),
-        *(f"dq{i} = tl.dot(tl.trans(narrow_ds), key{i}, dq{i})" for i in form.dq),
-    ]
-    return joined(
-        _place("q", "rows", "BLOCK_M", True),
-        "b = bh // heads",
-        "h = bh % heads",
-        staging.slot("(bh - first) // group", "bh % group"),
-        "q0 = q_start",
-        "q1 = tl.minimum(q_start + BLOCK_M, rows) - 1",
-        key.at("b", "h // group"),
-        result.at(),
-        *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
-        over.head,
-        over.partial(joined(*body)),
-        *(
-            result.store(
-                i, "q_start", "BLOCK_M", "rows", f"dq{i}{_ds_factor(program, form.inputs)}"
-            )
-            for i in form.dq
-        ),
-    )
-
-
-@functools.cache
-def product_kernel(program: Program, form: Form) -> Any:
-    return kernel_of(
-        "attention_product",
-        product_parameters(program, form),
-        ["BLOCK_M", "BLOCK_N", "STRIPE", "STAGES"],
-        _product(program, form),
         unspecialised=[*SIZES, *(f"n{i}" for i in range(program.numbers))],
     )
 
@@ -542,7 +535,7 @@ def _pairs(program: Program, form: Form) -> str:
         _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
         _loaded(value, "k_start", "BLOCK_N", "columns"),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
-        _score(program, form, True, False, False, False),
+        _score(program, form, "always", False, False, ""),
         _statistic(form, "shift", "[:, None]"),
         _statistic(form, "delta", "[:, None]"),
         "p = tl.exp2(r - shift)",

@@ -2,101 +2,132 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from torch.library import wrap_triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import attention_documents
-from . import attention_staging as staging
 from .attention_backward import (
     Form,
     gradient_axis,
     keys_kernel,
     pairs_kernel,
-    product_kernel,
     rows_kernel,
     statistics_kernel,
 )
 from .attention_launch import dense, products
 from .attention_program import Program
-from .attention_staging import ROWS
-from .attention_text import Operand, by_tma, describable, pieces, score_values
-from .linear_attention_launch import _processors
+from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
 
-L2_BYTES = 32 << 20  # of an H200's, what heads that take turns may read again and again
+ROWS = 128  # the most query rows of a tile
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Query rows and keys of a tile, warps, pipeline stages; ``ahead``: as in ``Form``."""
+    """Query rows and keys of a tile, warps, pipeline stages; ``merged``, ``early``: as in ``Form``;
+    ``near``: MiB that heads which take turns stream, which should stay in the L2; ``apart``: dk and
+    dv by two launches, of half the registers each."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    ahead: bool = False
+    merged: bool = False
+    early: bool = False
+    near: int = 32
+    apart: bool = False
 
 
 def _width(dim: int) -> int:
     return sum(piece.size for piece in pieces(dim))
 
 
-@functools.cache
-def stage_bytes(device: torch.device) -> int:
-    """Memory for ds at most: a 64th of the card's."""
-    if device.type != "cuda":
-        return 2 << 30
-    return torch.cuda.get_device_properties(device).total_memory // 64
-
-
-def keys_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
-    """Of dk and dv."""
+def keys_tiling(dtype: torch.dtype, head: int, value: int, whole: bool = False) -> Tiling:
+    """Of dk and dv; ``whole``: every pair is kept, so that programs are long and alike. Elsewhere
+    two small ones on a multiprocessor hide each other's beginnings and ends."""
     widest = max(_width(head), _width(value))
     if dtype == torch.float32:
-        return Tiling(16, 16, 4, 1) if widest > 128 else Tiling(32, 32, 4, 1)
+        rows = 32 if widest <= 128 else 16
+        return Tiling(rows, 64, 8, 1, merged=True, apart=widest > 64)
     if widest > 256:
-        return Tiling(32, 64, 8, 1)
+        return Tiling(32, 64, 8, 1, apart=True)
     if widest > 128:
-        return Tiling(64, 64, 8, 2)
-    return Tiling(64, 128, 8, 3)
+        return Tiling(64, 64, 8, 2, merged=True, early=True)
+    if whole and widest > 64:
+        return Tiling(64, 128, 8, 3, merged=True)
+    return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
 
 
 def rows_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of dq."""
     widest = max(_width(head), _width(value))
     if dtype == torch.float32:
-        return Tiling(16, 16, 4, 1) if widest > 128 else Tiling(32, 32, 4, 1)
+        return Tiling(64, 32 if widest <= 128 else 16, 8, 1, merged=True)
     if widest > 256:
-        return Tiling(64, 32, 8, 1)
+        return Tiling(64, 32, 8, 1, merged=True)
     if widest > 128:
-        return Tiling(64, 64, 8, 2)
-    return Tiling(128, 64, 8, 3)
-
-
-def product_tiling(dtype: torch.dtype, head: int) -> Tiling:
-    """Of dq as a product of the ds in memory."""
-    if dtype == torch.float32:
-        return Tiling(64, 32, 4, 2)
-    return Tiling(128, 64, 8, 4) if _width(head) <= 128 else Tiling(128, 64, 8, 3)
+        return Tiling(64, 64, 8, 2, merged=True)
+    return Tiling(128, 64, 8, 3, merged=True) if widest > 64 else Tiling(64, 64, 4, 3, merged=True)
 
 
 def pairs_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of the gradient of an input along rows and keys."""
-    if dtype == torch.float32 or max(_width(head), _width(value)) > 256:
+    widest = max(_width(head), _width(value))
+    if dtype == torch.float32:
         return Tiling(32, 32, 4, 1)
-    return Tiling(64, 64, 4, 1)
+    return Tiling(64, 64, 4, 1) if widest > 128 else Tiling(128, 64, 8, 2)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def fitted(
+    chosen: Tiling, held: int, moving: int, pair: int, limit: int, keys_held: bool
+) -> Tiling:
+    """The tiling, or one with fewer stages, then fewer rows or keys, whose tiles fit into ``limit``
+    bytes: ``held`` bytes of a row or key of the tile that stays (a tile of keys if ``keys_held``),
+    ``moving`` of one that is streamed, ``pair`` of a pair of both."""
+    while True:
+        stays, streams = chosen.block_m, chosen.block_n
+        if keys_held:
+            stays, streams = streams, stays
+        each = moving * streams + pair * stays * streams
+        exchanged = 2 * stays * streams + 2048
+        if held * stays + each * chosen.stages + exchanged <= limit:
+            return chosen
+        if chosen.stages > 1:
+            chosen = dataclasses.replace(chosen, stages=chosen.stages - 1)
+        elif max(stays, streams) == 16:
+            return chosen
+        elif (stays >= streams) != keys_held:
+            chosen = dataclasses.replace(chosen, block_m=chosen.block_m // 2)
+        else:
+            chosen = dataclasses.replace(chosen, block_n=chosen.block_n // 2)
 
 
 def _like(tensor: Tensor) -> Tensor:
     out = torch.empty_like(tensor)
     return out if out.stride(-1) == 1 else out.new_empty(tensor.shape)
+
+
+def _row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
+    """Of [B or 1, H or 1, 1, Sq]."""
+    # The stride of a dimension of size 1 is any number, and has to be a fit one.
+    strides = [16 if n == 1 else s for n, s in zip(rows.shape, rows.stride(), strict=True)]
+    return TensorDescriptor(rows, list(rows.shape), [*strides[:3], 1], [1, 1, 1, block])
 
 
 def _reduced(partials: Tensor, given: Tensor, axes: str) -> Tensor:
@@ -106,25 +137,13 @@ def _reduced(partials: Tensor, given: Tensor, axes: str) -> Tensor:
     return total.to(given.dtype).reshape(given.shape)
 
 
-class _Stage:
-    """Memory for ds, of tiles of ``block`` keys."""
-
-    def __init__(self, memory: Tensor, block: int) -> None:
-        self.memory, self.block = memory, block
-
-    def descriptor(self, block_n: int, block_m: int) -> dict[str, Any]:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return {"staged_desc": TensorDescriptor.from_tensor(self.memory, [block_n, block_m])}
-
-
 class _Backward:
     """One call: what all its launches are given."""
 
     def __init__(
         self, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, out: Tensor,
-        lse: Tensor, precision: str,
+        lse: Tensor, precision: str, keep_dlse: bool = False,
     ) -> None:  # fmt: skip
         self.program, self.inputs, self.numbers = program, inputs, numbers
         self.q, self.k, self.v, self.do = map(dense, (q, k, v, do))
@@ -134,25 +153,37 @@ class _Backward:
         self.tma = tuple(map(by_tma, (self.q, self.k, self.v, self.do)))
         # Rows are padded to whole tiles of every tiling: their loads need no mask.
         self.padded = triton.cdiv(self.rows, ROWS) * ROWS
+        # Through descriptors: what is along keys, and, where those stay, what is along rows.
         self.described = describable(program, inputs)
+        axes = [given.axes for given in program.inputs]
+        self.matrices = tuple(i for i in self.described if "q" in axes[i])
+        self.streamed = tuple(
+            i
+            for i, tensor in enumerate(inputs)
+            if "q" in axes[i] and "k" not in axes[i] and tensor.dtype in DESCRIBED
+            if by_tma(tensor.mT)
+        )
         self.delta = self.fp32(2, *q.shape[:2], self.padded)
+        self.dlse = self.fp32(*q.shape[:2], self.padded) if keep_dlse else None
         self._statistics(dense(out), lse.contiguous(), dlse)
 
     def form(self, **parts: Any) -> Form:
         tma: Any = self.tma
         head, value = self.q.shape[3], self.v.shape[3]
-        return Form(head, value, tma, by_tma(self.delta), self.described, self.precision, **parts)
+        given: dict[str, Any] = {"described": self.described} | parts
+        return Form(head, value, tma, by_tma(self.delta), precision=self.precision, **given)
 
     def fp32(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self.q.device)
 
     def _statistics(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         columns = triton.next_power_of_2(out.shape[3])
+        dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
         block = max(1, 4096 // columns)
         programs = triton.cdiv(self.padded, block) * self.batches * self.heads
         wrap_triton(statistics_kernel)[(programs,)](
-            out, self.do, lse, dlse, *self.delta, self.rows, self.padded, self.heads,
-            *out.stride()[:3], *self.do.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
+            out, self.do, lse, dlse, *self.delta, self.dlse, self.rows, self.padded, self.heads,
+            *out.stride()[:3], *self.do.stride()[:3], *dlse_strides,
             VALUE=out.shape[3], COLUMNS=columns, ROWS=block, num_warps=4,
         )  # fmt: skip
 
@@ -165,12 +196,12 @@ class _Backward:
             values |= operand.values(tensor, block)
         values |= self._rows(form, block_m)
         values |= score_values(
-            self.program, self.inputs, self.numbers, self.described, (block_m, block_n)
+            self.program, self.inputs, self.numbers, form.described, (block_m, block_n)
         )
         values |= {
             "rows": self.rows, "columns": self.columns, "kv_heads": self.kv_heads,
             "group": self.heads // self.kv_heads, "heads": self.heads, "padded": self.padded,
-            "first": 0, "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "BLOCK_M": block_m, "BLOCK_N": block_n,
         }  # fmt: skip
         return values
 
@@ -178,110 +209,68 @@ class _Backward:
         """lse2 and delta, as the kernels are given them."""
         if not form.descriptors:
             return {"delta_ptr": self.delta[0], "shift_ptr": self.delta[1]}
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         delta, shift = self.delta.flatten(1, 2)
         return {
             name: TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, block])
             for name, rows in (("delta_desc", delta), ("shift_desc", shift))
         }
 
-    def _together(self, length: int, heads: int) -> int:
-        """How many heads take turns, whose tensors of ``length`` stay in the L2."""
+    def _together(self, length: int, heads: int, near: int) -> int:
+        """How many heads take turns, whose tensors of ``length`` are ``near`` MiB."""
         each = length * (self.q.shape[3] + self.v.shape[3]) * self.q.element_size()
-        return max(1, min(heads, L2_BYTES // max(each, 1)))
+        return max(1, min(heads, (near << 20) // max(each, 1)))
 
     def keys(
-        self, dk: Tensor | None, dv: Tensor | None, sums: dict[int, Tensor], chosen: Tiling,
-        stage: _Stage | None = None, first: int = 0, count: int | None = None,
-    ) -> None:  # fmt: skip
-        """dk, dv, and ``sums`` [B, Hq, Sk] of the inputs along keys, of ``count`` of the heads of
-        keys from ``first``."""
+        self, dk: Tensor | None, dv: Tensor | None, sums: dict[int, Tensor], chosen: Tiling
+    ) -> None:
+        """dk, dv, and ``sums`` [B, Hq, Sk] of the inputs along keys."""
+        if chosen.apart and dk is not None and dv is not None:
+            self.keys(None, dv, {}, chosen)
+            dv = None
+        chosen = self._fitted(chosen, True)
         form = self.form(
             dk=() if dk is None else tuple(range(len(pieces(self.q.shape[3])))),
             dv=() if dv is None else tuple(range(len(pieces(self.v.shape[3])))),
-            inputs=tuple(sums), staged=stage is not None, ahead=chosen.ahead,
+            inputs=tuple(sums), merged=chosen.merged, early=chosen.early,
+            described=self.matrices, streamed=self.streamed,
         )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
-        group = self.heads // self.kv_heads
-        heads = self.batches * self.kv_heads if count is None else count
-        values |= {"together": self._together(self.rows * group, heads), "first": first}
+        values |= {
+            f"x{i}_row": _row_descriptor(self.inputs[i].mT, chosen.block_m) for i in self.streamed
+        }
+        heads = self.batches * self.kv_heads
+        values["together"] = self._together(
+            self.rows * self.heads // self.kv_heads, heads, chosen.near
+        )
         for name, tensor in (("dk", dk), ("dv", dv)):
             if tensor is not None:
                 values |= Operand(name, tensor.shape[3]).values(tensor, 0)
         values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
         values |= self._documents("k", chosen.block_n)
-        if stage is not None:
-            values |= stage.descriptor(chosen.block_n, chosen.block_m)
         programs = triton.cdiv(self.columns, chosen.block_n) * heads
         self._launch(keys_kernel(self.program, form), programs, values, chosen)
 
     def queries(self, dq: Tensor | None, sums: dict[int, Tensor], chosen: Tiling) -> None:
         """dq, and ``sums`` [B, Hq, padded] of the inputs along rows or neither."""
+        chosen = self._fitted(chosen, False)
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
-            inputs=tuple(sums), ahead=chosen.ahead,
+            inputs=tuple(sums), merged=chosen.merged, early=chosen.early,
         )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
         heads = self.batches * self.heads
-        values["together"] = self._together(self.columns, heads)
+        values["together"] = self._together(self.columns, heads, chosen.near)
         if dq is not None:
             values |= Operand("dq", dq.shape[3]).values(dq, 0)
         values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
+        values |= {"lse_grad_ptr": self.dlse} if sums else {}
         values |= self._documents("q", chosen.block_m)
         programs = triton.cdiv(self.rows, chosen.block_m) * heads
         self._launch(rows_kernel(self.program, form), programs, values, chosen)
 
-    def product(
-        self, dq: Tensor, inputs: Sequence[int], chosen: Tiling, stage: _Stage, first: int,
-        count: int,
-    ) -> None:  # fmt: skip
-        """dq of ``count`` heads of queries from ``first``; inputs: those that ``keys`` summed."""
-        form = self.form(
-            dq=tuple(range(len(pieces(self.q.shape[3])))), inputs=tuple(inputs), staged=True
-        )
-        values = self._given(form, chosen.block_m, chosen.block_n)
-        values |= {"together": self._together(self.columns, count), "first": first}
-        values |= Operand("dq", dq.shape[3]).values(dq, 0)
-        values |= stage.descriptor(chosen.block_n, chosen.block_m) | {"STRIPE": stage.block}
-        kernel = product_kernel(self.program, form)
-        programs = triton.cdiv(self.rows, chosen.block_m) * count
-        self._launch(kernel, programs, values, chosen)
-
-    def staged(
-        self, dq: Tensor, dk: Tensor, dv: Tensor, sums: dict[int, Tensor], keys: Tiling,
-        product: Tiling, heads: int,
-    ) -> None:  # fmt: skip
-        """All three, ds in memory, of ``heads`` heads of keys at a time."""
-        group, total = self.heads // self.kv_heads, self.batches * self.kv_heads
-        lines, width = self._stage_size(keys.block_n)
-        memory = torch.empty(
-            (min(heads, total) * group * lines, width), dtype=self.q.dtype, device=self.q.device
-        )
-        stage = _Stage(memory, keys.block_n)
-        for first in range(0, total, heads):
-            count = min(heads, total - first)
-            self.keys(dk, dv, sums, keys, stage, first, count)
-            self.product(dq, list(sums), product, stage, first * group, count * group)
-
-    def _stage_size(self, block: int) -> tuple[int, int]:
-        return staging.size(self.program, self.rows, self.columns, tuple(self.numbers), block)
-
-    def heads_staged(self, block: int, memory: int) -> int:
-        """How many heads of keys at a time ``memory`` bytes hold, where those fill the card; else
-        0. Rounds are of like size."""
-        if len(self.program.column_spans) != 1 or self.program.documents or not all(self.tma):
-            return 0
-        lines, width = self._stage_size(block)
-        group, total = self.heads // self.kv_heads, self.batches * self.kv_heads
-        each = group * lines * width * self.q.element_size()
-        rounds = triton.cdiv(total, max(memory // each, 1))
-        heads = triton.cdiv(total, rounds)
-        full = heads * triton.cdiv(self.columns, block) >= 2 * _processors(self.q.device)
-        return heads if heads * each <= memory and (full or rounds == 1) else 0
-
     def pairs(self, i: int, grad: Tensor, chosen: Tiling) -> None:
         """The gradient of input ``i``, whose axes have rows and columns."""
+        chosen = self._fitted(chosen, False, held=False)
         form = self.form(inputs=(i,))
         values = self._given(form, chosen.block_m, chosen.block_n)
         values |= {"together": 1, "batches": self.batches, "grad_ptr": grad}
@@ -289,6 +278,17 @@ class _Backward:
         self._launch(
             pairs_kernel(self.program, form), tiles * math.prod(grad.shape[:2]), values, chosen
         )
+
+    def _fitted(self, chosen: Tiling, keys_held: bool, held: bool = True) -> Tiling:
+        """``chosen``, or what fits; ``held``: one side stays while the other is streamed."""
+        size = self.q.element_size()
+        each = size * (_width(self.q.shape[3]) + _width(self.v.shape[3]))
+        pair = sum(self.inputs[i].element_size() for i in self.matrices)
+        limit = _shared_bytes(self.q.device)
+        if held:
+            return fitted(chosen, each, each + 8, pair, limit, keys_held)
+        blocks = chosen.block_m * chosen.stages * each  # streamed as well
+        return fitted(chosen, 0, each, pair, limit - blocks, keys_held)
 
     def _documents(self, axis: str, block: int) -> dict[str, Any]:
         if not self.program.documents:
@@ -306,16 +306,14 @@ def backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor],
     numbers: Sequence[int], program: Program, out: Tensor, lse: Tensor, needed: Sequence[bool],
     precision: str, keys: Tiling | None = None, rows: Tiling | None = None,
-    product: Tiling | None = None, memory: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """(dq, dk, dv, gradients of the inputs), each of its tensor's shape and dtype.
 
     do [B, Hq, Sq, Dv], dlse [B, Hq, Sq] or None, q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
     v [B, Hkv, Sk, Dv], inputs [B, Hq, Sq, Sk] or 1 along any, out and lse of the forward.
-    needed: for q, k, v and each input; what is not needed is an empty tensor. keys, rows, product:
-    tilings other than the default ones; memory: bytes for ds, 0 to make ds twice. Deterministic.
-    Raises ValueError for an input that varies along fewer axes than it has sizes, which has no one
-    gradient.
+    needed: for q, k, v and each input; what is not needed is an empty tensor. keys, rows: tilings
+    other than the default ones. Deterministic. Raises ValueError for an input that varies along
+    fewer axes than it has sizes, which has no one gradient.
     """
     dtype, head, value = q.dtype, q.shape[3], v.shape[3]
     for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True)):
@@ -337,7 +335,8 @@ def backward(
         for i in wanted:
             grads[i] = torch.zeros_like(inputs[i])
         return dq, dk, dv, grads
-    call = _Backward(do, dlse, q, k, v, inputs, numbers, program, out, lse, precision)
+    by_rows = any(gradient_axis(program.inputs[i].axes) == "rows" for i in wanted)
+    call = _Backward(do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows)
     sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}, "pairs": {}}
     for i in wanted:
         axes = program.inputs[i].axes
@@ -348,20 +347,12 @@ def backward(
         else:
             length = call.padded if kind == "rows" else k.shape[2]
             sums[kind][i] = call.fp32(*q.shape[:2], length)
-    keys = keys or keys_tiling(dtype, head, value)
+    keys = keys or keys_tiling(dtype, head, value, not program.keep)
     rows = rows or rows_tiling(dtype, head, value)
-    together = 0
-    if all(needed[:3]) and not sums["rows"]:
-        limit = stage_bytes(q.device) if memory is None else memory
-        together = call.heads_staged(keys.block_n, limit)
-    if together:
-        product = product or product_tiling(dtype, head)
-        call.staged(dq, dk, dv, sums["columns"], keys, product, together)
-    else:
-        if needed[1] or needed[2] or sums["columns"]:
-            call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
-        if needed[0] or sums["rows"]:
-            call.queries(dq if needed[0] else None, sums["rows"], rows)
+    if needed[1] or needed[2] or sums["columns"]:
+        call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
+    if needed[0] or sums["rows"]:
+        call.queries(dq if needed[0] else None, sums["rows"], rows)
     for kind, at in (("rows", 3), ("columns", 2)):
         for i, partials in sums[kind].items():
             partials = partials[:, :, : q.shape[2] if kind == "rows" else None].unsqueeze(at)

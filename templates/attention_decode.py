@@ -9,25 +9,23 @@ the sequence's own length, stand in one line that is cut into equal slices, one 
 programs end together whatever the lengths are. A program's part of one head has the slot
 "program + head" of the workspace, which no other pair has since both only grow along the line;
 the merge finds the slots of a head by the same arithmetic. No atomics: the same bits every run.
+
+A program's first keys and values are asked for into L2 before its queries are, and where no length
+or page has to be read for that before it waits for the kernel in front of it. Both kernels let the
+next one start at once and wait in every program, so "what came before has finished" carries over.
 """
 
 from __future__ import annotations
 
 import functools
-import linecache
 from dataclasses import dataclass
 from typing import Any
 
 import triton
-import triton.language as tl
 
-from .attention_program import LOG2E, Program, Span
-from .dependent import in_turn
-
-try:
-    from triton.language.extra import libdevice
-except ImportError:  # without a GPU's driver triton may have none
-    libdevice = None
+from .attention_program import LOG2E, Program
+from .attention_text import Piece, indented, joined, kernel_of, pieces
+from .prefetch import into_l2
 
 LOCALS = ("b", "h", "q", "k")  # axes of an input, in the order of its strides
 
@@ -46,21 +44,6 @@ class Layout:
     keys_first: bool = False
 
 
-def pieces(size: int) -> list[tuple[int, int]]:
-    """(offset, width) of powers of two, 16 or more, that cover a head; the last may go beyond."""
-    found, at = [], 0
-    while at < size:
-        left = size - at
-        width = 16 if left < 16 else 1 << (left.bit_length() - 1)
-        found.append((at, width))
-        at += width
-    return found
-
-
-def _indented(text: str, by: int = 4) -> str:
-    return "\n".join(" " * by + line for line in text.splitlines() if line.strip())
-
-
 def _numbers(program: Program) -> list[str]:
     return [f"n{i}" for i in range(program.numbers)]
 
@@ -70,8 +53,7 @@ def arguments(program: Program, layout: Layout) -> list[str]:
     names = ["q_ptr", "k_ptr", "v_ptr", "partial_ptr", "stats_ptr"]
     names += [f"x{i}_ptr" for i in range(len(program.inputs))]
     names += _where(layout)
-    names += ["page_size", "table_ptr", "table_b"] if layout.pages else []
-    names += ["q_b", "q_h", "q_q", "k_b", "k_h", "k_k", "v_b", "v_h", "v_k"]
+    names += ["q_b", "q_h", "q_q", *_sources(layout)[2:]]
     for i, given in enumerate(program.inputs):
         names += [f"x{i}_{axis}" for axis in LOCALS if axis in given.axes]
     return [*names, *_numbers(program)]
@@ -88,49 +70,74 @@ def _where(layout: Layout) -> list[str]:
     return [*lengths, "batches", "kv_heads", "group", "rows", "capacity"]
 
 
-def _jit(program: Program) -> str:
-    """What grows from step to step does not make another kernel."""
-    names = ["batches", "capacity", "programs", *_numbers(program)]
-    return f"@triton.jit(do_not_specialize={names})"
-
-
 # --- which blocks there are -----------------------------------------------------------------------
 
 
-def _span(span: Span, i: int, numbers: str) -> str:
-    return f"""@triton.jit
-def span{i}(columns, rows, {numbers}BLOCK: tl.constexpr):
-    q0 = 0
-    q1 = rows - 1
-    lo = tl.minimum(tl.maximum({span.lo}, 0), columns).to(tl.int32)
-    hi = tl.minimum({span.hi}, columns).to(tl.int32)
-    first = lo // BLOCK
-    count = tl.where(hi > lo, (hi + BLOCK - 1) // BLOCK - first, 0)
-    return lo, hi, first, count
-"""
+def _helpers(program: Program, layout: Layout) -> dict[str, Any]:
+    """Functions of the kernels: ``span0, ...`` of ``columns`` gives the limits of a span, its first
+    block and how many there are; ``blocks`` those of all; ``window`` those of 128 sequences."""
+    numbers, given = _numbers(program), ["columns", "rows", *_numbers(program)]
+    called = ", ".join([*given, "BLOCK"])
+    found: dict[str, Any] = {}
+    counts = []
+    for i, span in enumerate(program.row_spans):
+        body = f"""q0 = 0
+q1 = rows - 1
+lo = tl.minimum(tl.maximum({span.lo}, 0), columns).to(tl.int32)
+hi = tl.minimum({span.hi}, columns).to(tl.int32)
+first = lo // BLOCK
+count = tl.where(hi > lo, (hi + BLOCK - 1) // BLOCK - first, 0)
+return lo, hi, first, count"""
+        found[f"span{i}"] = kernel_of(f"span{i}", given, ["BLOCK"], body)
+        counts.append(f"_, _, _, count = span{i}({called})\ntotal += count")
+    body = joined("total = columns * 0", *counts, "return total")
+    found["blocks"] = kernel_of("blocks", given, ["BLOCK"], body, dict(found))
+    if layout.ragged:
+        body = f"""j = i + tl.arange(0, 128)
+columns = tl.load(lengths_ptr + j, mask=j < batches, other=0)
+columns = tl.where((columns < 0) | (columns > capacity), 0, columns)
+return j, tl.where(j < batches, blocks({called}), 0)"""
+        given = ["lengths_ptr", "i", "batches", "capacity", "rows", *numbers]
+        found["window"] = kernel_of("window", given, ["BLOCK"], body, dict(found))
+    found["into_l2"] = into_l2
+    names = ["b", "inner", "columns", "rows", "first", "last", *_sources(layout), *numbers]
+    constants = ["BLOCK", "AHEAD"]
+    found["approach"] = kernel_of(
+        "approach", names, constants, _approach(program, layout, called), dict(found)
+    )
+    return found
 
 
-def _blocks(program: Program, numbers: str) -> str:
-    calls = [
-        f"    _, _, _, count = span{i}(columns, rows, {numbers}BLOCK)\n    total += count\n"
+def _sources(layout: Layout) -> list[str]:
+    """Names of what tells where keys and values are."""
+    pages = ["page_size", "table_ptr", "table_b"] if layout.pages else []
+    strides = [f"{name}_{axis}" for name in "kv" for axis in "bhk"]
+    return ["k_ptr", "v_ptr", *pages, *strides]
+
+
+def _approach(program: Program, layout: Layout, called: str) -> str:
+    """Ask for the keys and values of the AHEAD blocks from ``first``."""
+    lines = [
+        f"lo{i}, hi{i}, first{i}, count{i} = span{i}({called})"
         for i in range(len(program.row_spans))
     ]
-    return f"""@triton.jit
-def blocks(columns, rows, {numbers}BLOCK: tl.constexpr):
-    total = columns * 0
-{"".join(calls)}    return total
-"""
-
-
-def _sequences(numbers: str) -> str:
-    """Blocks of a window of sequences; a length that cannot be has none."""
-    return f"""@triton.jit
-def window(lengths_ptr, i, batches, capacity, rows, {numbers}BLOCK: tl.constexpr):
-    j = i + tl.arange(0, 128)
-    length = tl.load(lengths_ptr + j, mask=j < batches, other=0)
-    length = tl.where((length < 0) | (length > capacity), 0, length)
-    return j, tl.where(j < batches, blocks(length, rows, {numbers}BLOCK), 0)
-"""
+    lines += [
+        "j = tl.arange(0, AHEAD * BLOCK)",
+        "block = first + j // BLOCK",
+        _start(program, "start", "block"),
+        "key = start + j % BLOCK",
+        "wanted = (block < last) & (key < columns)",
+    ]
+    if layout.pages:
+        place = "table_ptr + b * table_b + key // page_size"
+        lines.append(f"page = tl.load({place}, mask=wanted, other=0).to(tl.int64)")
+    for name, size in (("k", layout.dim), ("v", layout.value_dim)):
+        row = f"b * {name}_b + inner * {name}_h + key.to(tl.int64) * {name}_k"
+        if layout.pages:
+            row = f"page * {name}_b + inner * {name}_h + (key % page_size).to(tl.int64) * {name}_k"
+        nbytes = f"{size} * ({name}_ptr.dtype.element_ty.primitive_bitwidth // 8)"
+        lines.append(f"into_l2({name}_ptr + {row}, {nbytes}, wanted)")
+    return joined(*lines)
 
 
 def _total(layout: Layout, numbers: str) -> str:
@@ -223,6 +230,13 @@ def _page(program: Program, layout: Layout, to: str, block: str, limit: str) -> 
     return "\n".join(lines)
 
 
+def _place(piece: Piece, spread: str) -> tuple[str, str]:
+    """(places in a head of a piece's numbers, a mask of those that are there or "")."""
+    place = f"({piece.start} + tl.arange(0, {piece.size})){spread}"
+    short = piece.valid < piece.size
+    return place, f" & ({place} < {piece.start + piece.valid})" if short else ""
+
+
 def _tile(name: str, layout: Layout, size: int) -> str:
     """The block's pieces of k or v, [BLOCK, width]; 0 beyond the keys."""
     if layout.pages == "one":
@@ -241,10 +255,9 @@ def _tile(name: str, layout: Layout, size: int) -> str:
             f"{name}_block = {name}_base + start.to(tl.int64) * {name}_k",
             f"{name}_at = {name}_block + (tl.arange(0, BLOCK) * {name}_k)[:, None]",
         ]
-    for i, (at, width) in enumerate(pieces(size)):
-        place, mask = f"({at} + tl.arange(0, {width}))[None, :]", "there[:, None]"
-        if at + width > size:
-            mask += f" & ({place} < {size})"
+    for i, piece in enumerate(pieces(size)):
+        place, there = _place(piece, "[None, :]")
+        mask = f"there[:, None]{there}"
         lines.append(f"{name}{i}_tile = tl.load({name}_at + {place}, mask={mask}, other=0.0)")
     return "\n".join(lines)
 
@@ -301,7 +314,8 @@ def _update(layout: Layout) -> str:
         "shift = tl.where(highest == -float('inf'), 0.0, highest)",
         f"p = tl.exp2(r - shift{spread})",
         "faded = tl.exp2(top - shift)",
-        f"sum = sum * faded + tl.sum(p, {axis})",
+        # Added up over the keys once, at the end: that is done across warps.
+        f"sums = sums * faded{spread} + p",
         "top = highest",
         "p = p.to(v_ptr.dtype.element_ty)",
     ]
@@ -354,31 +368,34 @@ def _head(program: Program, layout: Layout, numbers: str) -> str:
         "query_head = (inner * group).to(tl.int32) + packed % group",
         "q_base = q_ptr + b * q_b + row.to(tl.int64) * q_q + query_head.to(tl.int64) * q_h",
     ]
-    for i, (at, width) in enumerate(pieces(layout.dim)):
-        place, mask = f"({at} + tl.arange(0, {width}))[None, :]", "lives[:, None]"
-        if at + width > layout.dim:
-            mask += f" & ({place} < {layout.dim})"
-        lines.append(f"q{i}_tile = tl.load(q_base[:, None] + {place}, mask={mask}, other=0.0)")
+    lines.append(f"if AHEAD{'' if layout.ragged else ' and before > at'}:")
+    given = ", ".join(["b, inner, columns, rows, first, last", *_sources(layout)])
+    lines.append(f"    approach({given}, {numbers}BLOCK, AHEAD)")
     if layout.pages:
         lines.append("table = table_ptr + b * table_b")
         lines.append(_page(program, layout, "coming", "first", "first < last"))
-    else:
+    for i, piece in enumerate(pieces(layout.dim)):
+        place, there = _place(piece, "[None, :]")
+        mask = f"lives[:, None]{there}"
+        lines.append(f"q{i}_tile = tl.load(q_base[:, None] + {place}, mask={mask}, other=0.0)")
+    if not layout.pages:
         lines += [f"{n}_base = {n}_ptr + b * {n}_b + inner * {n}_h" for n in "kv"]
     lines.append("top = tl.full([ROWS], -float('inf'), tl.float32)")
-    lines.append("sum = tl.zeros([ROWS], tl.float32)")
-    for i, (_, width) in enumerate(pieces(layout.value_dim)):
-        shape = f"[{width}, ROWS]" if layout.keys_first else f"[ROWS, {width}]"
+    tile = "[BLOCK, ROWS]" if layout.keys_first else "[ROWS, BLOCK]"
+    lines.append(f"sums = tl.zeros({tile}, tl.float32)")
+    for i, piece in enumerate(pieces(layout.value_dim)):
+        shape = f"[{piece.size}, ROWS]" if layout.keys_first else f"[ROWS, {piece.size}]"
         lines.append(f"o{i} = tl.zeros({shape}, tl.float32)")
     lines.append("for block in tl.range(first, last, num_stages=STAGES):")
-    lines.append(_indented(_body(program, layout)))
+    lines.append(indented(_body(program, layout)))
     lines.append("slot = (program + head).to(tl.int64) * (rows * group) + packed")
     lines.append("tl.store(stats_ptr + 2 * slot, top, mask=lives)")
+    lines.append(f"sum = tl.sum(sums, {0 if layout.keys_first else 1})")
     lines.append("tl.store(stats_ptr + 2 * slot + 1, sum, mask=lives)")
     spread, other = ("[None, :]", "[:, None]") if layout.keys_first else ("[:, None]", "[None, :]")
-    for i, (at, width) in enumerate(pieces(layout.value_dim)):
-        place, mask = f"({at} + tl.arange(0, {width})){other}", f"lives{spread}"
-        if at + width > layout.value_dim:
-            mask += f" & ({place} < {layout.value_dim})"
+    for i, piece in enumerate(pieces(layout.value_dim)):
+        place, there = _place(piece, other)
+        mask = f"lives{spread}{there}"
         where = f"partial_ptr + (slot * {layout.value_dim}){spread} + {place}"
         lines.append(f"tl.store({where}, o{i}, mask={mask})")
     lines += ["before += found", "head += 1"]
@@ -386,30 +403,37 @@ def _head(program: Program, layout: Layout, numbers: str) -> str:
 
 
 def _decode(program: Program, layout: Layout, numbers: str) -> str:
-    constants = ["ROWS", "BLOCK", "LEAST", "STAGES", "PRECISION", "PDL"]
-    given = ", ".join([*arguments(program, layout), *(f"{c}: tl.constexpr" for c in constants)])
+    wait = "if PDL:\n    tl.extra.cuda.gdc_wait()"
+    sources = ", ".join(_sources(layout))
+    part = "at - before, tl.minimum(end - before, each)"
+    asked = [
+        "first_b = (head // kv_heads).to(tl.int64)",
+        "first_inner = (head % kv_heads).to(tl.int64)",
+        "if AHEAD:",
+        "    if at < end:",
+        f"        approach(first_b, first_inner, capacity, rows, {part}, {sources}, {numbers}"
+        "BLOCK, AHEAD)",
+    ]
     lines = [
-        "in_turn(PDL)",
+        "if PDL:\n    tl.extra.cuda.gdc_launch_dependents()",
+        wait if layout.ragged else "",
         "program = tl.program_id(0)",
         "programs = tl.num_programs(0)",
         _total(layout, numbers),
         "at = program * per + tl.minimum(program, rest)",
         "end = tl.where(program < slices, at + per + (program < rest).to(tl.int32), at)",
         _first(layout, numbers),
+        *([] if layout.ragged else [*asked, wait]),
         "packed = tl.arange(0, ROWS)",
         "row = packed // group",
         "lives = packed < rows * group",
         "while (before < end) & (at < end):",
-        _indented(_head(program, layout, numbers)),
+        indented(_head(program, layout, numbers)),
     ]
-    return f"{_jit(program)}\ndef decode({given}):\n{_indented(chr(10).join(lines))}\n"
+    return joined(*lines)
 
 
 def _merge(program: Program, layout: Layout, numbers: str) -> str:
-    constants = ["SLOTS", "BLOCK", "LEAST", "WIDE", "PDL"]
-    given = ", ".join(
-        [*merge_arguments(program, layout), *(f"{c}: tl.constexpr" for c in constants)]
-    )
     if layout.ragged:
         counted = f"""before = 0
 for i in range(0, batches, 128):
@@ -421,7 +445,9 @@ before = before * kv_heads + inner * found"""
         counted = "found = each\nbefore = head * each"
     failed = "sum = tl.where(impossible, float('nan'), sum)" if layout.ragged else ""
     nothing = "float('nan')" if program.empty == "nan" else "0.0"
-    body = f"""in_turn(PDL)
+    return f"""if PDL:
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
 packed = tl.program_id(0) % (rows * group)
 head = tl.program_id(0) // (rows * group)
 b = head // kv_heads
@@ -464,28 +490,26 @@ tl.store(place + d, out.to(out_ptr.dtype.element_ty), mask=d < {layout.value_dim
 lse = tl.where(sum == 0.0, -float('inf'), (top + tl.log2(sum)) * {1 / LOG2E!r})
 line = (b.to(tl.int64) * kv_heads * group + query_head) * rows + row
 tl.store(lse_ptr + line, lse)"""
-    return f"{_jit(program)}\ndef merge({given}):\n{_indented(body)}\n"
 
 
 @functools.cache
-def text(program: Program, layout: Layout) -> str:
-    """The two kernels and what they call."""
+def _kernels(program: Program, layout: Layout, interpreted: bool) -> tuple[Any, Any]:
     numbers = "".join(f"{n}, " for n in _numbers(program))
-    parts = [_span(span, i, numbers) for i, span in enumerate(program.row_spans)]
-    parts.append(_blocks(program, numbers))
-    if layout.ragged:
-        parts.append(_sequences(numbers))
-    parts += [_decode(program, layout, numbers), _merge(program, layout, numbers)]
-    return "\n\n".join(parts)
+    helpers = _helpers(program, layout)
+    # What grows from step to step does not make another kernel.
+    growing = ["batches", "capacity", *_numbers(program)]
+    decode = kernel_of(
+        "decode", arguments(program, layout),
+        ["ROWS", "BLOCK", "LEAST", "STAGES", "AHEAD", "PRECISION", "PDL"],
+        _decode(program, layout, numbers), helpers, growing,
+    )  # fmt: skip
+    merge = kernel_of(
+        "merge", merge_arguments(program, layout), ["SLOTS", "BLOCK", "LEAST", "WIDE", "PDL"],
+        _merge(program, layout, numbers), helpers, [*growing, "programs"],
+    )  # fmt: skip
+    return decode, merge
 
 
-@functools.cache
 def kernels(program: Program, layout: Layout) -> tuple[Any, Any]:
     """(decode, merge), ready to be launched."""
-    source = text(program, layout)
-    name = f"<inductor_ext decode {kernels.cache_info().currsize}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    scope: dict[str, Any] = {"triton": triton, "tl": tl, "libdevice": libdevice}
-    scope |= {"in_turn": in_turn, "__name__": "inductor_ext_decode"}
-    exec(compile(source, name, "exec"), scope)
-    return scope["decode"], scope["merge"]
+    return _kernels(program, layout, triton.knobs.runtime.interpret)

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import attention_decode
+from . import attention_decode, prefetch
 from .attention_program import Program
 from .dependent import launched
 
@@ -22,7 +22,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @dataclass(frozen=True)
 class Tiling:
     """``block``: keys of a block; ``per_sm``: programs of a multiprocessor; ``least``: blocks that
-    are worth a program of their own; ``programs``: of the card, 0 to have it chosen."""
+    are worth a program of their own; ``programs``: of the card, 0 to have it chosen; ``ahead``:
+    blocks that are asked for before the queries are."""
 
     block: int
     warps: int
@@ -31,6 +32,7 @@ class Tiling:
     per_sm: int = 2
     least: int = 4
     programs: int = 0
+    ahead: int = 2
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, paged: bool = False) -> bool:
@@ -61,9 +63,11 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _dense(t: torch.Tensor) -> torch.Tensor:
-    near = t.stride(-1) == 1 or t.shape[-1] == 1
-    return t if near and max(map(abs, t.stride()[1:3])) < 1 << 23 else t.contiguous()
+def _dense(t: torch.Tensor, keys: int) -> torch.Tensor:
+    """Memory whose last dimension is dense, with rows of dimension ``keys`` near enough for 31 bits
+    in a block."""
+    near = (t.stride(-1) == 1 or t.shape[-1] == 1) and abs(t.stride(keys)) < 1 << 23
+    return t if near else t.contiguous()
 
 
 def _like(q: torch.Tensor, value_dim: int) -> torch.Tensor:
@@ -99,7 +103,7 @@ def decode(
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     if not lse.numel():
         return out, lse
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    q, k, v = _dense(q, 2), *(_dense(t, 1 if paged else 2) for t in (k, v))
     chosen = chosen or tiling(q.dtype, dim, value_dim, rows * heads // kv_heads)
     page_size = k.shape[1] if paged else 0
     capacity = block_table.shape[1] * page_size if block_table is not None else k.shape[2]
@@ -139,12 +143,13 @@ def decode(
     given = {n: values[n] for n in attention_decode.arguments(program, layout)}
     launched(decode_kernel, wrap_triton(decode_kernel), q, (programs,))(
         **given, **common, ROWS=max(16, triton.next_power_of_2(rows * group)),
-        STAGES=chosen.stages, PRECISION=_precision(q.dtype, precision), num_warps=chosen.warps,
+        AHEAD=chosen.ahead if prefetch.possible(k, v) else 0, STAGES=chosen.stages,
+        PRECISION=_precision(q.dtype, precision), num_warps=chosen.warps,
     )  # fmt: skip
     given = {n: values[n] for n in attention_decode.merge_arguments(program, layout)}
     expected = triton.next_power_of_2(min(programs, programs // lines + 2))
     launched(merge_kernel, wrap_triton(merge_kernel), q, (lines * group * rows,))(
-        **given, **common, SLOTS=max(2, min(expected, 32)),
+        **given, **common, SLOTS=max(2, min(expected, 64)),
         WIDE=triton.next_power_of_2(value_dim), num_warps=4 if expected > 8 else 1,
     )  # fmt: skip
     return out, lse

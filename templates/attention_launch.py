@@ -4,45 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from . import attention_columns, attention_documents, attention_forward
+from . import (
+    attention_columns,
+    attention_documents,
+    attention_forward,
+    attention_gluon_launch,
+)
 from .attention_program import Program
 from .attention_text import Operand, by_tma, describable, score_values
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged``, ``halves`` (each
-    of block_m rows) and ``lagged`` as in ``attention_forward.Layout``; ``registers`` per thread at
-    most, 0: as many as needed; ``near``: MiB of keys and values that are streamed at a time."""
+    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged`` as in
+    ``attention_forward.Layout``; ``near``: MiB of keys and values that are streamed at a time,
+    which should stay in L2."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     merged: bool = False
-    halves: int = 1
-    lagged: bool = False
-    late: bool = False
-    registers: int = 0
     near: int = 24
 
 
-def tiling(dtype: torch.dtype, d: int, dv: int) -> Tiling:
-    """What is launched for heads of d and dv numbers."""
+def tiling(program: Program, dtype: torch.dtype, d: int, dv: int, tma: bool = True) -> Tiling:
+    """What is launched for heads of d and dv numbers; ``tma``: whether descriptors describe q, k
+    and v. Measured on an H200 at 64, 128 and 256: two programs on a multiprocessor, one of which
+    computes while the other waits, are better than one large one, unless a matrix is read."""
     widest = max(d, dv)
+    axes = [set(given.axes) for given in program.inputs]
+    matrix = any({"q", "k"} <= a for a in axes)
+    vector = any("k" in a for a in axes)  # copied ahead, where there is no branch around it
     if dtype == torch.float32:
         return Tiling(64, 32, 4, 2) if widest <= 128 else Tiling(16, 16, 4, 1)
+    if not tma:
+        return Tiling(64, 64, 8, 2) if widest <= 128 else Tiling(64, 32, 8, 2)
+    if widest <= 64:
+        if matrix or program.documents:
+            return Tiling(64, 64, 4, 3, merged=True)
+        whole = len(program.row_spans) == 1 and program.row_spans[0].lo == "0"
+        return Tiling(64, 128 if whole and not vector else 64, 4, 2)
     if widest <= 128:
-        return Tiling(128, 128, 8, 2, late=True)
+        if matrix:
+            return Tiling(128, 64, 8, 3)
+        return Tiling(64, 64, 4, 3, merged=vector or attention_forward.simple(program))
     if widest <= 256:
-        return Tiling(128, 64, 8, 2, late=True)
+        return Tiling(128, 64, 8, 2, merged=True)
     return Tiling(64, 32, 8, 2, merged=True)
 
 
@@ -77,6 +91,17 @@ def section(k: Tensor, v: Tensor, heads: int, near: int) -> int:
     return group * max((near << 20) // max(each, 1), 1)
 
 
+def by_gluon(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], program: Program
+) -> bool:  # fmt: skip
+    """Whether ``forward`` takes the kernel of ``attention_gluon``. Launches nothing.
+
+    Heads of 64, and matrices, which that kernel reads element by element, are left to this one."""
+    matrix = any({"q", "k"} <= set(given.axes) for given in program.inputs)
+    wide = max(q.shape[3], v.shape[3]) > 64
+    return wide and not matrix and attention_gluon_launch.applies(q, k, v, program)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
     program: Program, precision: str, chosen: Tiling | None = None,
@@ -88,18 +113,21 @@ def forward(
     """
     batch, heads, rows, d = q.shape
     columns, dv = k.shape[2], v.shape[3]
+    q, k, v = dense(q), dense(k), dense(v)
+    if chosen is None and by_gluon(q, k, v, inputs, program):
+        return attention_gluon_launch.forward(q, k, v, inputs, numbers, program, precision)
     out = like(q, dv)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     if not batch * heads * rows:
         return out, lse
     if not columns:
         return out.fill_(0.0 if program.empty == "zero" else float("nan")), lse.fill_(-float("inf"))
-    chosen = chosen or tiling(q.dtype, d, dv)
-    q, k, v = dense(q), dense(k), dense(v)
     described = describable(program, inputs)
+    tma = by_tma(q) and by_tma(k) and by_tma(v)
+    chosen = chosen or tiling(program, q.dtype, d, dv, tma)
     layout = attention_forward.Layout(
         operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
-        chosen.merged, chosen.halves, chosen.lagged, chosen.late, described,
+        chosen.merged, described,
     )  # fmt: skip
     values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
     values |= layout.v.values(v, chosen.block_n) | layout.out.values(out, chosen.block_m)
@@ -110,15 +138,13 @@ def forward(
     }  # fmt: skip
     values |= score_values(program, inputs, numbers, described, (chosen.block_m, chosen.block_n))
     if program.documents:
-        found = attention_documents.hulls(program, inputs, "q", chosen.block_m * chosen.halves)
+        found = attention_documents.hulls(program, inputs, "q", chosen.block_m)
         values |= attention_documents.hull_values(found)
-    options: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    if chosen.registers:
-        options["maxnreg"] = chosen.registers
-    grid = (triton.cdiv(rows, chosen.block_m * chosen.halves) * batch * heads,)
+    grid = (triton.cdiv(rows, chosen.block_m) * batch * heads,)
     wrap_triton(attention_forward.kernel(program, layout))[grid](
-        **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages, **options
-    )
+        **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages,
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
     return out, lse
 
 

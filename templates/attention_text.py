@@ -169,14 +169,16 @@ def product(left: Sequence[str], right: Sequence[str], options: str = "", start:
 # the score
 
 
+DESCRIBED = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
+
+
 def describable(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The inputs that vary along rows and columns and that tensor descriptors can describe."""
+    """The inputs along keys, or rows and keys, that tensor descriptors can describe. As ordinary
+    loads of a pipelined loop they would be copied element by element, by every thread its own."""
     return tuple(
         i
         for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True))
-        if {"q", "k"} <= set(given.axes)
-        and given.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and by_tma(_unexpanded(tensor))
+        if "k" in given.axes and given.dtype in DESCRIBED and by_tma(_unexpanded(tensor))
     )
 
 
@@ -208,8 +210,8 @@ def score_values(
     values: dict[str, Any] = {}
     for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True)):
         if i in described:
-            tensor = _unexpanded(tensor)
-            values[f"x{i}_desc"] = _descriptor(tensor, [1, 1, *blocks])
+            block = [1, 1, blocks[0] if "q" in given.axes else 1, blocks[1]]
+            values[f"x{i}_desc"] = _descriptor(_unexpanded(tensor), block)
             continue
         values[f"x{i}_ptr"] = tensor
         for axis in given.axes:
@@ -246,7 +248,8 @@ def input_loads(
         given = program.inputs[i]
         if i in described:
             b, h = ("b" if "b" in given.axes else "0"), ("h" if "h" in given.axes else "0")
-            load = f"x{i}_desc.load([{b}, {h}, q_start, k_start]).reshape({', '.join(blocks)})"
+            q, rows = ("q_start", blocks[0]) if "q" in given.axes else ("0", "1")
+            load = f"x{i}_desc.load([{b}, {h}, {q}, k_start]).reshape({rows}, {blocks[1]})"
             lines.append(f"x{i} = {load}{'.T' if transposed else ''}")
             continue
         far, near, masks = [f"x{i}_at"], [], []
@@ -316,14 +319,9 @@ class Loops:
         """``turns``: so many times over, in one loop; ``turn`` says which it is."""
         return self._loop(self.starts[0], self.counts[0], body, options, turns)
 
-    def partial(
-        self, body: str, options: str = "num_stages=STAGES", extra: str = "", turns: str = ""
-    ) -> str:
-        """``extra``: where one more step behind the last is, "" for none."""
-        start, count = self.starts[1], self.counts[1]
-        if extra:
-            start, count = f"tl.where(step < {count}, {start}, {extra})", f"{count} + 1"
-        return self._loop(start, count, body, options, turns)
+    def partial(self, body: str, options: str = "num_stages=STAGES", turns: str = "") -> str:
+        """As ``full``, of the others."""
+        return self._loop(self.starts[1], self.counts[1], body, options, turns)
 
     def merged(self, body: str, options: str = "num_stages=STAGES") -> str:
         """One loop over all tiles; the first ``whole`` of its ``step`` are kept whole."""
@@ -344,7 +342,9 @@ def loops(
     are those of ``attention_documents``."""
     lines: list[str] = []
     before = f"tl.maximum({least}, 0) // {block} * {block}" if least != "0" else "0"
-    full_counts, partial_counts, full_start, partial_start = [], [], "", ""
+    full_counts: list[str] = []
+    partial_counts: list[str] = []
+    full_start = partial_start = ""
     for i, span in enumerate(spans):
         a, e, n, left, right = (f"{axis}_{part}{i}" for part in ("a", "e", "n", "l", "r"))
         lo, hi, full_lo, full_hi = span.lo, span.hi, span.full_lo, span.full_hi
@@ -413,15 +413,14 @@ def kernel_of(
     """The function ``name`` as a Triton kernel. ``unspecialised``: numbers whose value must not
     cause another compilation."""
     given = ", ".join([*parameters, *(f"{c}: tl.constexpr" for c in constants)])
-    fixed = ", ".join(repr(u) for u in unspecialised)
-    decorator = f"@triton.jit(do_not_specialize=[{fixed}])" if fixed else "@triton.jit"
-    source = f"{decorator}\ndef {name}({given}):\n{indented(body)}\n"
+    source = f"def {name}({given}):\n{indented(body)}\n"
     file = f"<inductor_ext {name} {next(_numbers)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     scope = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": f"inductor_ext_{name}"}
     scope |= helpers or {}
     exec(compile(source, file, "exec"), scope)
-    return scope[name]
+    # Not by the decorator, which makes another kind of kernel while Triton interprets: it is kept.
+    return triton.JITFunction(scope[name], do_not_specialize=list(unspecialised))
 
 
 _numbers = iter(range(1 << 62))

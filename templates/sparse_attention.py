@@ -13,19 +13,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent import in_turn
+from .prefetch import into_l2
 
 
 @triton.jit
 def gather_kernel(
     Q, KV, INDICES, OUT, LSE, STATS, tokens, heads, entries, topk, part, scale, q_b, q_t, q_h, kv_b,
     kv_s, i_b, i_t, out_b, out_t, out_h, DV: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``OUT``: with one split the result; else o of the parts [B T, splits, H, dv] in fp32, not yet
     divided, and their m, l in ``STATS`` [B T, splits, H, 2]. ``scale`` is in units of log 2."""
-    in_turn(PDL)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     scale = tl.cast(scale, tl.float32)
     split = tl.program_id(0) % SPLITS
     line = (tl.program_id(0) // SPLITS).to(tl.int64)
@@ -35,19 +37,25 @@ def gather_kernel(
     real = head < heads
     first = split * part
     last = tl.minimum(first + part, topk)
+    KV += b * kv_b
+    INDICES += b * i_b + t * i_t
+    if AHEAD:
+        # All entries of the part, or as many, are on their way before anything else is asked for.
+        early = first + tl.arange(0, AHEAD)
+        soon = tl.load(INDICES + early, mask=early < last, other=-1)
+        size: tl.constexpr = (DV + REST) * (KV.dtype.element_ty.primitive_bitwidth // 8)
+        into_l2(KV + soon.to(tl.int64) * kv_s, size, (soon >= 0) & (soon < entries))
+    j = tl.arange(0, BLOCK)
+    coming = tl.load(INDICES + first + j, mask=first + j < last, other=-1)
     d = tl.arange(0, DV)
     q_at = Q + b * q_b + t * q_t + (head * q_h)[:, None]
     q0 = tl.load(q_at + d[None, :], mask=real[:, None], other=0.0)
     if REST:
         e = DV + tl.arange(0, REST)
         q1 = tl.load(q_at + e[None, :], mask=real[:, None], other=0.0)
-    KV += b * kv_b
-    INDICES += b * i_b + t * i_t
-    j = tl.arange(0, BLOCK)
-    coming = tl.load(INDICES + first + j, mask=first + j < last, other=-1)
     outside = tl.zeros([BLOCK], tl.int32)
     m = tl.full([HEADS], -float("inf"), tl.float32)
-    sums = tl.zeros([HEADS], tl.float32)
+    sums = tl.zeros([BLOCK, HEADS], tl.float32)
     o = tl.zeros([DV, HEADS], tl.float32)
     for i in tl.range(first, last, BLOCK, num_stages=STAGES):
         at = coming
@@ -66,12 +74,12 @@ def gather_kernel(
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         p = tl.exp2(r - shift[None, :])
         faded = tl.exp2(m - shift)
-        sums = sums * faded + tl.sum(p, 0)
+        sums = sums * faded[None, :] + p
         m = higher
         o = o * faded[None, :]
         o = tl.dot(tl.trans(k0), p.to(KV.dtype.element_ty), o, input_precision=PRECISION)
     # An index that no entry has: the token's result is NaN.
-    sums = tl.where(tl.max(outside, 0) > 0, float("nan"), sums)
+    sums = tl.where(tl.max(outside, 0) > 0, float("nan"), tl.sum(sums, 0))
     if SPLITS == 1:
         o = tl.where((sums == 0.0)[None, :], 0.0, o / sums[None, :])
         place = OUT + b * out_b + t * out_t + (head * out_h)[None, :]
@@ -90,7 +98,9 @@ def merge_kernel(
     COLUMNS: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token, head and COLUMNS of the result."""
-    in_turn(PDL)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     slabs: tl.constexpr = DV // COLUMNS
     slab = tl.program_id(0) % slabs
     line = (tl.program_id(0) // slabs).to(tl.int64)

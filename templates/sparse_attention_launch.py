@@ -10,6 +10,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
+from . import prefetch
 from .attention_program import LOG2E
 from .dependent import launched
 from .sparse_attention import gather_kernel, merge_kernel
@@ -21,13 +22,14 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @dataclass(frozen=True)
 class Tiling:
     """``block``: entries gathered at once; ``heads``: of a program; ``splits``: of a list, 0 to
-    have it chosen."""
+    have it chosen; ``ahead``: entries of a part that are asked for at once, a power of two or 0."""
 
     block: int
     heads: int
     warps: int
     stages: int
     splits: int = 0
+    ahead: int = 128
 
 
 def _power(n: int) -> bool:
@@ -49,7 +51,7 @@ def tiling(dtype: torch.dtype, dim: int, heads: int) -> Tiling:
         return Tiling(16, 16, 8, 2)
     if dim <= 256:
         return Tiling(64, wide, 4, 3)
-    return Tiling(64, wide, 8, 2)
+    return Tiling(32, 16, 4, 3) if heads <= 16 else Tiling(64, 32, 8, 2)
 
 
 @functools.cache
@@ -60,9 +62,9 @@ def _processors(device: torch.device) -> int:
 
 
 def _splits(lines: int, topk: int, block: int, device: torch.device) -> int:
-    """Parts of a list, so that there is about one program for each multiprocessor and each has two
+    """Parts of a list, so that there is about one program for each multiprocessor, which has two
     blocks to gather, one while it computes on the other."""
-    return max(min(_processors(device) // max(lines, 1), triton.cdiv(topk, 2 * block), 64), 1)
+    return max(min(_processors(device) // max(lines, 1), triton.cdiv(topk, 2 * block), 32), 1)
 
 
 def attend(
@@ -94,7 +96,7 @@ def attend(
         q, kv, indices, into, lse, stats, tokens, heads, kv.shape[1], topk, part, scale * LOG2E,
         *q.stride()[:3], *kv.stride()[:2], *indices.stride()[:2], *strides, REST=dim - dv,
         HEADS=chosen.heads, BLOCK=chosen.block, STAGES=chosen.stages, PRECISION=exact,
-        num_warps=chosen.warps, **common,
+        AHEAD=chosen.ahead if prefetch.possible(kv) else 0, num_warps=chosen.warps, **common,
     )  # fmt: skip
     if splits > 1:
         columns = min(dv, 128)

@@ -7,7 +7,9 @@ generated around it, cuDNN or torch functions compute it, as ``_attention_choice
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,14 +33,24 @@ def kernels_apply(q: Tensor) -> bool:
     return q.is_cuda
 
 
-def program_of(inputs: Sequence[Tensor], numbers: Sequence[Any], score: str,
-               empty: str) -> Program | None:  # fmt: skip
-    """The score as a kernel computes it; None where none can."""
+def program_of(
+    q: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], score: str, empty: str
+) -> Program | None:
+    """The score as a kernel computes it for q's dtype and device; None where none can."""
+    if not kernels_apply(q):
+        return None
+    read = tuple(Input(x.dtype, _axes(x)) for x in inputs)
+    return _program(score, read, len(numbers), empty, q.dtype == torch.float32)
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(
+    score: str, inputs: tuple[Input, ...], numbers: int, empty: str, exact: bool
+) -> Program | None:
     from inductor_ext import attention_translate as translate  # needs triton
 
-    read = tuple(Input(x.dtype, _axes(x)) for x in inputs)
     try:
-        return translate.program(score, read, len(numbers), empty)
+        return translate.program(score, inputs, numbers, empty, exact)
     except translate.NoProgram:
         return None
 
@@ -50,25 +62,28 @@ def _axes(x: Tensor) -> str:
     )
 
 
-def _plain(program: Program | None, numbers: Sequence[Any], q: Tensor, k: Tensor) -> str:
-    """Whether SDPA has this score: "full", "causal" or ""."""
-    if program is None or program.scale is None or program.inputs or numbers:
+@functools.lru_cache(maxsize=256)
+def _sdpa_form(program: Program) -> str:
+    """What SDPA calls such a score where there are as many rows as keys: "full", "causal" or ""."""
+    if program.scale is None or program.inputs or program.numbers:
         return ""
     if not program.keep:
         return "full"
-    if q.shape[2] != k.shape[2]:
-        return ""
     for causal in ("lower_right", "upper_left"):
         score = options_of.score_of(options_of.Options(program.scale, causal=causal), 1, 1)
-        if program_of([], [], score.text, program.empty) == program:
+        if _program(score.text, (), 0, program.empty, True) == program:
             return "causal"
     return ""
 
 
-def _case(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Sequence[Any], program: Program | None
-) -> choice.Case:
-    plain = _plain(program, numbers, q, k)
+def _plain(program: Program | None, q: Tensor, k: Tensor) -> str:
+    """Whether SDPA has this score: "full", "causal" or ""."""
+    form = "" if program is None else _sdpa_form(program)
+    return form if form == "full" or q.shape[2] == k.shape[2] else ""
+
+
+def _case(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> choice.Case:
+    plain = _plain(program, q, k)
     return choice.Case(
         on_card=kernels_apply(q),
         capability=compat.device_capability(q.device) if q.is_cuda else (0, 0),
@@ -76,26 +91,34 @@ def _case(
         columns=k.shape[2], dim=q.shape[3], value_dim=v.shape[3], plain=plain,
         has_program=program is not None,
         cudnn=bool(plain) and compat_attention.cudnn_takes(q, k, v, plain == "causal"),
+        gluon=bool(plain) and _by_gluon(q, k, v, program),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 
-def _like(q: Tensor, last: Any) -> Tensor:
+def _by_gluon(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> bool:
+    from inductor_ext.templates import attention_launch as launch
+
+    return program is not None and launch.by_gluon(q, k, v, (), program)
+
+
+def _like(q: Tensor, last: Any, device: Any = None) -> Tensor:
     """Memory of q's shape, but for the last dimension, and q's order of dimensions."""
+    make: Any = {"device": device or q.device}
     if last is q.shape[-1] or last == q.shape[-1]:
-        out = torch.empty_like(q)
-        return out if out.stride(-1) == 1 else q.new_empty(q.shape)
-    shape = (*q.shape[:3], last)
+        out = torch.empty_like(q, **make)
+        return out if out.stride(-1) == 1 else q.new_empty(q.shape, **make)
     if q.stride(1) < q.stride(2):  # [B, S, H, D] transposed
-        return q.new_empty((shape[0], shape[2], shape[1], last)).transpose(1, 2)
-    return q.new_empty(shape)
+        out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], last), **make)
+        return out.transpose(1, 2)
+    return q.new_empty((*q.shape[:3], last), **make)
 
 
-def _into(place: Tensor, found: Tensor) -> Tensor:
-    """What was found, in the strides that the operation promises."""
-    if found.stride() == place.stride() and found.dtype == place.dtype:
-        return found
-    return place.copy_(found)
+def _laid(found: Tensor, q: Tensor) -> Tensor:
+    """What was found, in the strides that the operation promises: those of ``_like``."""
+    last = found.shape[-1]
+    same = found.stride() == q.stride() or found.stride() == _like(q, last, "meta").stride()
+    return found if same and found.dtype == q.dtype else _like(q, last).copy_(found)
 
 
 # --- operations -----------------------------------------------------------------------------------
@@ -108,8 +131,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if q.numel() == 0 or k.shape[2] == 0:
         return _nothing(q, v, empty)
-    program = program_of(inputs, numbers, score, empty) if kernels_apply(q) else None
-    chosen = choice.forward(_case(q, k, v, numbers, program))
+    program = program_of(q, inputs, numbers, score, empty)
+    chosen = choice.forward(_case(q, k, v, program))
     if chosen == "composed":
         out, lse = _results(q, v)
         composed.forward(q, k, v, inputs, numbers, score, empty, out, lse)
@@ -126,7 +149,7 @@ def _attention(
         from inductor_ext.templates import attention_launch as launch
 
         out, lse = launch.forward(q, k, v, inputs, numbers, program, float32_precision())
-    return _into(_like(q, v.shape[-1]), out), lse.contiguous()
+    return _laid(out, q), lse.contiguous()
 
 
 def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,20 +177,20 @@ def _backward(
     numbers: list[int], score: str, empty: str, out: Tensor, lse: Tensor, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """``needed``: of q, k, v and of each input; what is not needed comes empty."""
-    dq, dk, dv, own = _places(q, k, v, inputs, needed)
-    inputs = [_collapsed(x) for x in inputs]
     if q.numel() == 0 or k.shape[2] == 0:
+        dq, dk, dv, own = _places(q, k, v, inputs, needed)
         return dq.zero_(), dk.zero_(), dv.zero_(), [t.zero_() for t in own]
-    program = program_of(inputs, numbers, score, empty) if kernels_apply(q) else None
-    case = _case(q, k, v, numbers, program)
+    given, inputs = inputs, [_collapsed(x) for x in inputs]
+    program = program_of(q, inputs, numbers, score, empty)
+    case = _case(q, k, v, program)
     chosen = choice.backward(case, of_lse=dlse is not None)
     found: list[Tensor]
     if chosen == "cudnn":
         assert program is not None and program.scale is not None
         found = [*compat_attention.cudnn_backward(
-            _into(torch.empty_like(out), do), q, k, v, out, lse, bool(program.keep), program.scale
+            _laid(do, out), q, k, v, out, lse, bool(program.keep), program.scale
         )]  # fmt: skip
-        dinputs = [zero for zero in inputs]
+        dinputs = []  # there are no inputs
     elif chosen == "kernel":
         from inductor_ext.templates import attention_backward_launch as launch
 
@@ -187,11 +210,12 @@ def _backward(
         *found, dinputs = composed.backward(
             do, dlse, q, k, v, inputs, numbers, score, needed
         )  # fmt: skip
-    results = [
-        _spread(place, part) if need else place
-        for place, part, need in zip((dq, dk, dv, *own), (*found, *dinputs), needed, strict=True)
-    ]
-    return results[0], results[1], results[2], results[3:]
+    dq, dk, dv = (
+        _laid(part, t) if need else t.new_empty(0)
+        for part, t, need in zip(found, (q, k, v), needed, strict=False)
+    )
+    others = zip(dinputs, given, needed[3:], strict=True)
+    return dq, dk, dv, [_spread(part, x) if need else x.new_empty(0) for part, x, need in others]
 
 
 def _places(
@@ -214,12 +238,13 @@ def _collapsed(x: Tensor) -> Tensor:
     return x
 
 
-def _spread(place: Tensor, found: Tensor) -> Tensor:
-    """A gradient in its place. Of that of an expanded input only the sum along those dimensions
+def _spread(found: Tensor, x: Tensor) -> Tensor:
+    """An input's gradient, dense. Of that of an expanded input only the sum along those dimensions
     means anything: it is at the first place, as a slice's would be."""
-    if place.shape == found.shape:
-        return _into(place, found)
-    whole = place.zero_()
+    if found.shape == x.shape and found.dtype == x.dtype and found.is_contiguous():
+        return found
+    whole = x.new_zeros(x.shape)
+    place = whole
     for dim in range(4):
         place = place.narrow(dim, 0, found.shape[dim])
     place.copy_(found)
@@ -242,8 +267,8 @@ def _columns(
     sums = _sums(q, k)
     if q.numel() == 0 or k.shape[2] == 0 or first_row >= q.shape[2]:
         return sums.zero_()
-    program = program_of(inputs, numbers, score, "zero") if kernels_apply(q) else None
-    case = _case(q, k, q, numbers, program)
+    program = program_of(q, inputs, numbers, score, "zero")
+    case = _case(q, k, q, program)
     if choice.forward(case) == "composed":
         composed.columns(q, k, lse, inputs, numbers, score, first_row, sums)
         return sums
@@ -277,7 +302,7 @@ def _ragged(
     if kernels_apply(q):
         from inductor_ext.templates import attention_decode_launch as decode
 
-        program = program_of(inputs, numbers, score, empty)
+        program = program_of(q, inputs, numbers, score, empty)
         fits = decode.fits(q, k, block_table is not None)
         if program is not None and fits and q.numel() and k.numel():
             table = None if block_table is None else block_table.to(torch.int32)
@@ -285,7 +310,7 @@ def _ragged(
                 q, k, v, inputs, numbers, program, float32_precision(),
                 lengths=lengths.to(torch.int32), block_table=table,
             )  # fmt: skip
-            return _into(_like(q, v.shape[-1]), out), lse.contiguous()
+            return _laid(out, q), lse.contiguous()
     if block_table is not None:
         k, v = gathered(k, block_table), gathered(v, block_table)
     score, inputs = options_of.with_lengths(score, lengths, inputs)
@@ -316,7 +341,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _grad(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
     q, k, v, out, lse, *inputs = ctx.saved_tensors
-    rest = (None if ctx.numbers else []), None, None  # an empty list counts as one of tensors
+    rest: Any = (None if ctx.numbers else [], None, None)  # an empty list counts as one of tensors
     if do is None and dlse is None:
         return None, None, None, [None] * len(inputs), *rest
     if do is None:
@@ -358,6 +383,33 @@ def _again(ctx: Any, tensors: Any, do: Tensor, dlse: Tensor | None) -> Any:
 
 
 _attention.register_autograd(_grad, setup_context=_setup)
+
+
+@_attention.register_vmap
+def _(
+    info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
+    numbers: list[int], score: str, empty: str,
+) -> Any:  # fmt: skip
+    """In a compiled program, where a vmap is a larger batch."""
+    if re.search(r"\bb\b", score):
+        raise NotImplementedError("a score that reads b is expected outside of vmap, got it in one")
+    count = info.batch_size
+
+    def folded(t: Tensor, dim: int | None) -> Tensor:
+        return (t.expand(count, *t.shape) if dim is None else t.movedim(dim, 0)).flatten(0, 1)
+
+    def folded_input(x: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return x if x.shape[0] == 1 else folded(x, None)
+        x = x.movedim(dim, 0)
+        return folded(x.expand(-1, batch, *x.shape[2:]), 0)
+
+    dims = in_dims[3] if isinstance(in_dims[3], (list, tuple)) else [None] * len(inputs)
+    batch = q.shape[0] if in_dims[0] is None else q.movedim(in_dims[0], 0).shape[1]
+    read = [folded_input(x, dim) for x, dim in zip(inputs, dims, strict=True)]
+    q, k, v = (folded(t, dim) for t, dim in zip((q, k, v), in_dims, strict=False))
+    out, lse = _attention(q, k, v, read, numbers, score, empty)
+    return (out.unflatten(0, (count, batch)), lse.unflatten(0, (count, batch))), (0, 0)
 
 
 # --- as functions ---------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Which implementation computes an attention: a pure function of what is known at its launch.
 
-Measured on an H200 (bf16, B4 H16 S4096 D128 causal; TFLOP/s forward and backward): cuDNN 556 to 585
-and 453, FlashAttention-2 302 and 253, a plain Triton kernel 435 to 523 and 300 to 380. So where
-cuDNN's semantics are the program's, it is the choice, and a kernel of ours everywhere else. torch
-refuses cuDNN under ``use_deterministic_algorithms``; ours is deterministic by construction.
+Measured on an H200 (bf16, B4 H16 S4096 D128 causal; TFLOP/s in one run each): forward cuDNN 541,
+the Gluon kernel 554 to 568 (at 16k 572 and 602 to 620, full at 8k 612 and 628), plain Triton 480;
+of heads of 64 cuDNN 421 and Gluon 408. Backward cuDNN 400, ours 411, full at 8k 563 and 476. So
+where cuDNN's semantics are the program's, it is the choice but for Gluon's heads of 128, and a
+kernel of ours everywhere else. torch refuses cuDNN under ``use_deterministic_algorithms``; ours is
+deterministic by construction.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 
 NARROW = (torch.bfloat16, torch.float16)
 FEW_ROWS = 64  # query rows of a group, up to which its keys are split over programs
+LEAST_ROWS = 2048  # from which the Gluon kernel was measured beside cuDNN
 # Head sizes that the kernels are generated for.
 LARGEST, LARGEST_BACKWARD = 576, 256
 
@@ -22,7 +25,8 @@ LARGEST, LARGEST_BACKWARD = 576, 256
 class Case:
     """``plain``: "full" where the score is nothing but a scale, "causal" where also query row q
     sees the keys up to q, else "". ``has_program``: whether kernels can compute the score.
-    ``cudnn``: whether torch would let cuDNN do it, by shapes, strides, settings and versions."""
+    ``cudnn``: whether torch would let cuDNN do it, by shapes, strides, settings and versions;
+    ``gluon``: whether the forward kernel is the one of warps that specialise."""
 
     on_card: bool
     capability: tuple[int, int]
@@ -36,6 +40,7 @@ class Case:
     plain: str
     has_program: bool
     cudnn: bool
+    gluon: bool
     deterministic: bool
 
     @property
@@ -50,7 +55,8 @@ def forward(case: Case) -> str:
         return "composed"
     if case.rows * (case.heads // case.own_heads) <= FEW_ROWS:
         return "decode"
-    return "cudnn" if _by_cudnn(case, 256) else "kernel"
+    ours = case.gluon and case.dim == case.value_dim == 128 and case.rows >= LEAST_ROWS
+    return "cudnn" if _by_cudnn(case, 256) and not ours else "kernel"
 
 
 def backward(case: Case, of_lse: bool) -> str:

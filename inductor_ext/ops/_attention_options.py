@@ -122,8 +122,8 @@ def _modify(score: Score, options: Options) -> None:
         (x.dtype, tuple(guard_scalar(size == 1) for size in x.shape)) for x in score.inputs
     )
     text = _modified(options.score_mod, score.text, at, kinds, len(score.numbers))
-    *lines, score.value = text.split("; ")
-    score.lines = lines
+    parts = text.split("; ")
+    score.lines, score.value = list(parts[:-1]), parts[-1]
 
 
 @torch.compiler.assume_constant_result
@@ -216,9 +216,13 @@ def packed(
 
 def with_lengths(text: str, lengths: Tensor, inputs: list[Tensor]) -> tuple[str, list[Tensor]]:
     """The score of dense keys of which a sequence has ``lengths`` [B], where ``columns`` are."""
-    name = f"x{len(inputs)}"
-    *lines, value = re.sub(r"\bcolumns\b", name, text).split("; ")
+    return _with_lengths(text, len(inputs)), [*inputs, lengths[:, None, None, None]]
+
+
+@torch.compiler.assume_constant_result
+def _with_lengths(text: str, inputs: int) -> str:
+    *lines, value = re.sub(r"\bcolumns\b", f"x{inputs}", text).split("; ")
     kept, result = f"v{len(lines)}", f"v{len(lines) + 1}"
-    lines.append(f"{kept} = lt.Tensor(k, {name})")
+    lines.append(f"{kept} = lt.Tensor(k, x{inputs})")
     lines.append(f"{result} = where.ScalarOther({kept}, {value}, -inf)")
-    return "; ".join([*lines, result]), [*inputs, lengths[:, None, None, None]]
+    return "; ".join([*lines, result])

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from inductor_ext.templates.attention_program import LOG2E, Input, Program, Span
 
-NAT = 1.0 / LOG2E
-
 
 @dataclasses.dataclass(frozen=True)
 class Score:
@@ -50,7 +48,6 @@ LOWER = {
     "row_spans": (Span("0", "q1 + 1 + columns - rows", "0", "q0 + 1 + columns - rows"),),
     "column_spans": (Span("k0 - columns + rows", "rows", "k1 - columns + rows", "rows"),),
 }
-SCORE = f"r = s * {0.25 * LOG2E!r}"
 
 
 def _scaled(factor=0.25, keep="", **spans):
@@ -64,27 +61,22 @@ def _kept(keep):
     )
 
 
-def _added(axes, dtype=None, factor=0.25, wide="fp32", **spans):
+def _bias(axes, **spans):
     """A bias along ``axes``."""
-    del wide
+    keep = spans.get("keep")
     program = Program(
-        inputs=(Input(dtype or torch.float32, axes),),
-        score=f"r = (s * {factor!r} + x0.to(tl.float32)) * {LOG2E!r}",
-        gradient=f"ds = g * {factor!r}\nd0 = g",
+        inputs=(Input(torch.float32, axes),),
+        score=f"r = (s * 0.25 + x0) * {LOG2E!r}",
+        gradient="ds = g * 0.25\nd0 = g",
         differentiable=(0,),
         **spans,
     )
-    return program
-
-
-def _bias(axes, **spans):
-    keep = spans.get("keep")
 
     def fn(s, b, h, q, k, x, n, ahead):
         r = s * 0.25 + x[0]
         return r.masked_fill(q < k, -torch.inf) if keep else r
 
-    return Score(_added(axes, **spans), fn, ((axes, torch.float32, True),))
+    return Score(program, fn, ((axes, torch.float32, True),))
 
 
 TANH = "1 - 2 / (1 + tl.exp2({} * (2 * 1.4426950408889634)))"
@@ -157,7 +149,7 @@ SCORES = {
 }  # fmt: skip
 
 
-def draw_inputs(score, batch, heads, rows, columns, dtype):
+def draw_inputs(score, batch, heads, rows, columns):
     """The inputs, of size 1 where they are broadcast."""
     sizes = {"b": batch, "h": heads, "q": rows, "k": columns}
     found = []
@@ -170,7 +162,7 @@ def draw_inputs(score, batch, heads, rows, columns, dtype):
     return found
 
 
-def attention(score, q, k, v, inputs, empty="zero"):
+def attention(score, q, k, v, inputs):
     """(out, lse), quadratic, in the dtype of the tensors; scores and softmax in fp32 or fp64."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -190,7 +182,7 @@ def attention(score, q, k, v, inputs, empty="zero"):
 
 
 def gradients(score, q, k, v, inputs, do, dlse=None):
-    """(out, lse, [dq, dk, dv, *those of the inputs that ask for one]) by torch's autograd."""
+    """(out, lse, (dq, dk, dv, *those of the inputs that ask for one)) by torch's autograd."""
     asked = [wanted for *_, wanted in score.inputs]
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     own = [x.detach().requires_grad_(a) for x, a in zip(inputs, asked, strict=True)]

@@ -1,15 +1,28 @@
 """Scores of every kind, and a program's statements computed by torch on whole tensors."""
 
 import operator
+import struct
 import types
 
 import torch
+from hypothesis import strategies as st
 from inductor_ext.templates.attention_program import Input
 
 from inductor_ext.attention_score import write
 from inductor_ext.attention_translate import program
 
 LOG2E = 1.4426950408889634
+
+
+def instruction(asm, _, args, **options):
+    if asm.startswith("tanh"):
+        return torch.tanh(args[0])
+    (factor,) = struct.unpack(">f", bytes.fromhex(asm.removesuffix(";").split("0f")[1]))
+    exact = args[0].double() * factor
+    near = exact.float()
+    toward_zero = near.nextafter(torch.zeros_like(near))
+    return torch.where(near.abs() > exact.abs(), toward_zero, near)
+
 
 tl = types.SimpleNamespace(
     where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
@@ -21,20 +34,12 @@ tl = types.SimpleNamespace(
     exp=torch.exp,
     exp2=torch.exp2,
     sigmoid=torch.sigmoid,
-    inline_asm_elementwise=lambda asm, _, args, **options: torch.tanh(args[0]),
+    inline_asm_elementwise=instruction,
     int1=torch.bool,
     **{str(d)[6:]: d for d in (torch.int32, torch.int64, torch.float16, torch.bfloat16)},
     float32=torch.float32,
 )
-
-
-def mul_rz(x, y):
-    exact = x.double() * y
-    near = exact.float()
-    return torch.where(near.abs() > exact.abs(), near.nextafter(torch.zeros_like(x)), near)
-
-
-libdevice = types.SimpleNamespace(log=torch.log, sqrt=torch.sqrt, exp=torch.exp, mul_rz=mul_rz)
+libdevice = types.SimpleNamespace(log=torch.log, sqrt=torch.sqrt, exp=torch.exp)
 
 
 def computed(program, s, g, rows, columns, numbers, inputs):
@@ -144,6 +149,7 @@ SCORES = {
     "prefix": lambda s, q, k, n, **_: where((k < n[0]) | (k <= q), s * 0.1),
     "documents": lambda s, q, k, x, **_: where((x[4] == x[0]) & (k <= q), s * 0.1),
     "chunks": lambda s, q, k, **_: where((q // 4 == k // 4) & (k <= q), s),
+    "later chunks": lambda s, q, k, **_: where((q // 4 >= 1) | (k < 3), s),
     "chunks by a remainder": lambda s, q, k, **_: where(k >= q - q % 4, s),
     "padding": lambda s, k, x, **_: where(k < x[5], s * 0.1),
     "loaded mask": lambda s, q, k, x, **_: where(x[2] & (k <= q), s * 0.1),
@@ -176,3 +182,59 @@ SCORES = {
     "written in place": lambda s, k, n, x, **_: (s * 2).masked_fill_(x[2], -INF).add_(x[1]),
     "no keys": lambda s, k, **_: where(k < 0, s),
 }
+
+
+class Conditions:
+    """Builds the text of a random condition with ``draw``."""
+
+    def __init__(self, draw):
+        self.draw, self.lines = draw, []
+
+    def line(self, call):
+        self.lines.append(f"v{len(self.lines)} = {call}")
+        return f"v{len(self.lines) - 1}"
+
+    def number(self):
+        """An affine number, perhaps divided."""
+        total = self.draw(st.sampled_from(["q", "k", "k"]))
+        for _ in range(self.draw(st.integers(0, 2))):
+            op = self.draw(st.sampled_from(["add.Tensor", "sub.Tensor"]))
+            other = self.draw(st.sampled_from(["q", "k", "n0", "rows", "columns", "x1", 2, -3]))
+            total = self.line(f"{op}({total}, {other})")
+        if self.draw(st.booleans()):
+            by = self.draw(
+                st.sampled_from(
+                    ["mul.Tensor({}, 2)", "floor_divide.default({}, 3)", "neg.default({})"]
+                )
+            )
+            total = self.line(by.format(total))
+        return total
+
+    def condition(self, depth):
+        kind = (
+            self.draw(st.sampled_from(["compare"] * 3 + ["and", "or", "and", "not", "mask"]))
+            if depth
+            else "compare"
+        )
+        if kind == "compare":
+            op = self.draw(st.sampled_from(["lt", "le", "gt", "ge", "eq", "ne"]))
+            if self.draw(st.booleans()):
+                return self.line(
+                    f"{op}.Tensor({self.number()}, {self.draw(st.sampled_from('qk'))})"
+                )
+            return self.line(f"{op}.Scalar({self.number()}, {self.draw(st.integers(-4, 6))})")
+        if kind == "mask":
+            return "x0"
+        if kind == "not":
+            return self.line(f"logical_not.default({self.condition(depth - 1)})")
+        return self.line(
+            f"bitwise_{kind}.Tensor({self.condition(depth - 1)}, {self.condition(depth - 1)})"
+        )
+
+
+@st.composite
+def texts(draw):
+    found = Conditions(draw)
+    condition = found.condition(3)
+    last = found.line(f"where.ScalarOther({condition}, s, -inf)")
+    return "; ".join([*found.lines, last])

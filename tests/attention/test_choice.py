@@ -10,7 +10,8 @@ from inductor_ext.ops._attention_choice import Case, backward, forward
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 PLAIN = Case(
     on_card=True, capability=(9, 0), dtype=BF16, heads=16, own_heads=16, rows=4096, columns=4096,
-    dim=128, value_dim=128, plain="causal", has_program=True, cudnn=True, deterministic=False,
+    dim=128, value_dim=128, plain="causal", has_program=True, cudnn=True, gluon=False,
+    deterministic=False,
 )  # fmt: skip
 
 
@@ -20,6 +21,9 @@ PLAIN = Case(
         ({}, "cudnn", "cudnn"),
         ({"plain": "full", "own_heads": 4}, "cudnn", "cudnn"),
         ({"plain": ""}, "kernel", "kernel"),
+        ({"gluon": True}, "kernel", "cudnn"),
+        ({"gluon": True, "rows": 1024}, "cudnn", "cudnn"),
+        ({"gluon": True, "dim": 64, "value_dim": 64}, "cudnn", "cudnn"),
         ({"cudnn": False}, "kernel", "kernel"),
         ({"deterministic": True}, "kernel", "kernel"),
         ({"dtype": FP32}, "kernel", "kernel"),

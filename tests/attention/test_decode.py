@@ -104,7 +104,7 @@ def test_slices():
     kind = reference.causal(0.2)
     outs = [
         check(kind, tensors, chosen=tile(programs=n, least=least))
-        for n, least in ((1, 1), (2, 1), (7, 1), (60, 1), (200, 1), (60, 8))
+        for n, least in ((1, 1), (7, 1), (60, 1), (90, 1), (60, 8))
     ]
     for out, lse in outs[1:]:
         assert (out - outs[0][0]).norm() <= 1e-6 * out.norm()
@@ -133,8 +133,8 @@ def test_ragged_and_paged(page_size, lengths):
 def test_many_sequences():
     """More than are looked at at once."""
     kind = reference.plain(0.2)
-    n = torch.randint(0, 20, (300,), dtype=torch.int32)
-    q, k, v = reference.draw(300, 1, 1, 1, 20, 16, FP32)
+    n = torch.randint(0, 20, (140,), dtype=torch.int32)
+    q, k, v = reference.draw(140, 1, 1, 1, 20, 16, FP32)
     found = run(q, k, v, kind, lengths=n, chosen=tile(16, programs=9))
     judge(found, (q, k, v), kind, lengths=n)
 

@@ -296,6 +296,23 @@ def test_transforms():
     close(pushed, (ends[0] - ends[1]) / (2 * step), 1e-6)
 
 
+def test_a_compiled_vmap():
+    q, k, v = draw(3)
+    bias, rows = torch.randn(3, 1, 1, 13, dtype=FP64), torch.randn(4, 9, 1, dtype=FP64)
+
+    def each(q, k, bias):
+        out = ops.attention(q[None], k[None], v[:1], bias=bias, causal=True)
+        return out + ops.attention(q[None], k[None], v[:1], bias=rows)
+
+    def fn(q, k, bias):
+        return torch.vmap(each)(q, k, bias)
+
+    q.requires_grad_()
+    results = [f(q, k, bias) for f in (torch.compile(fn, backend="aot_eager"), fn)]
+    close(*results)
+    close(*(torch.autograd.grad(r.sin().sum(), q)[0] for r in results))
+
+
 def alibi(s, b, h, q, k, slope):
     return s + slope * (k - q)
 
@@ -341,6 +358,17 @@ def test_compiled_options():
         compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
         for mine, right in zip(compiled(q, k, v), fn(q, k, v), strict=True):
             close(mine, right)
+    q.requires_grad_()
+    lengths = torch.tensor([13, 4])
+
+    def ragged(q, k, v):
+        return ops.attention(q, k, v, lengths=lengths, causal=True)
+
+    results = [
+        f(q, k, v) for f in (torch.compile(ragged, backend="aot_eager", fullgraph=True), ragged)
+    ]
+    close(*results)
+    close(*(torch.autograd.grad(r.sin().sum(), q)[0] for r in results))
 
 
 def test_empty_tensors():

@@ -7,6 +7,7 @@ import torch
 from inductor_ext.templates import (
     attention_backward_launch,
     attention_decode_launch,
+    attention_documents,
     attention_launch,
 )
 
@@ -23,7 +24,9 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(operation, "kernels_apply", lambda q: q.dtype == FP32)
     monkeypatch.setattr(operation.composed, "forward", None)
     monkeypatch.setattr(operation.composed, "backward", None)
-    with launches_interpreted(attention_launch, attention_backward_launch, attention_decode_launch):
+    monkeypatch.setattr(operation.composed, "columns", None)
+    modules = attention_launch, attention_backward_launch, attention_decode_launch
+    with launches_interpreted(*modules, attention_documents):
         yield
 
 
@@ -73,13 +76,15 @@ def test_option(name, on_cpu):
     if name == "expanded bias":  # its gradient is asked for in front of the expand
         leaves[3] = given["bias"].detach()[:1, :1, :1].clone().requires_grad_()
         given["bias"] = leaves[3].expand(2, HEADS, ROWS, COLUMNS)
-    out, lse = ops.attention(q, k, v, **given, return_lse=True)
+    asked = {"return_lse": True, "return_colsum": True, "colsum_rows": 30}
+    out, lse, sums = ops.attention(q, k, v, **given, **asked)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     theirs = {n: wide(t) for n, t in given.items()}
     for n, t in zip(own, doubles[3:], strict=True):
         theirs[n] = t.expand(2, HEADS, ROWS, COLUMNS) if name == "expanded bias" else t
     right = reference.attention(*doubles[:3], **theirs)
     assert relative(out, right[0]) <= 1e-5 and relative(lse, right[1]) <= 1e-5
+    assert relative(sums, right[2][:, :, :, -30:].sum((2, 3))) <= 1e-5
     seeds = torch.randn_like(out), torch.randn_like(lse)
     mine = torch.autograd.grad((out, lse), leaves, seeds)
     truth = torch.autograd.grad(right[:2], doubles, [s.double() for s in seeds])

@@ -26,6 +26,7 @@ from score_ways import (
     made,
     score,
     tensors,
+    texts,
     where,
 )
 
@@ -76,16 +77,16 @@ def test_texts_and_programs_say_what_was_written(name):
         # torch says NaN where a masked place has an infinite derivative
         grad = torch.where(grad.isnan(), own, grad)
         torch.testing.assert_close(own.double(), grad.double(), **close)
+    equal = keep
     if made_of.documents:  # what is full in spans takes them for equal
         i, j = made_of.documents
-        check_spans(made_of, keep | (inputs[i] != inputs[j]), [3])
-    else:
-        check_spans(made_of, keep, [3])
+        equal = keep | (inputs[i] != inputs[j])
+    check_spans(made_of, keep, equal, [3])
 
 
-def check_spans(made_of, keep, numbers):
-    """Spans hold all that is kept, in order and apart; what they call full is kept."""
-    some, every = keep.flatten(0, -3).any(0), keep.flatten(0, -3).all(0)
+def check_spans(made_of, keep, full, numbers):
+    """Spans hold all that is kept, in order and apart; what they call full is in ``full``."""
+    some, every = keep.flatten(0, -3).any(0), full.flatten(0, -3).all(0)
     sizes = {"rows": some.shape[0], "columns": some.shape[1]}
     for axis, spans, turned in (("q", made_of.row_spans, False), ("k", made_of.column_spans, True)):
         any_kept, all_kept = (some.T, every.T) if turned else (some, every)
@@ -113,62 +114,6 @@ def check_spans(made_of, keep, numbers):
 # --- random conditions ----------------------------------------------------------------------------
 
 
-class Conditions:
-    """Builds the text of a random condition with ``draw``."""
-
-    def __init__(self, draw):
-        self.draw, self.lines = draw, []
-
-    def line(self, call):
-        self.lines.append(f"v{len(self.lines)} = {call}")
-        return f"v{len(self.lines) - 1}"
-
-    def number(self):
-        """An affine number, perhaps divided."""
-        total = self.draw(st.sampled_from(["q", "k", "k"]))
-        for _ in range(self.draw(st.integers(0, 2))):
-            op = self.draw(st.sampled_from(["add.Tensor", "sub.Tensor"]))
-            other = self.draw(st.sampled_from(["q", "k", "n0", "rows", "columns", "x1", 2, -3]))
-            total = self.line(f"{op}({total}, {other})")
-        if self.draw(st.booleans()):
-            by = self.draw(
-                st.sampled_from(
-                    ["mul.Tensor({}, 2)", "floor_divide.default({}, 3)", "neg.default({})"]
-                )
-            )
-            total = self.line(by.format(total))
-        return total
-
-    def condition(self, depth):
-        kind = (
-            self.draw(st.sampled_from(["compare"] * 3 + ["and", "or", "and", "not", "mask"]))
-            if depth
-            else "compare"
-        )
-        if kind == "compare":
-            op = self.draw(st.sampled_from(["lt", "le", "gt", "ge", "eq", "ne"]))
-            if self.draw(st.booleans()):
-                return self.line(
-                    f"{op}.Tensor({self.number()}, {self.draw(st.sampled_from('qk'))})"
-                )
-            return self.line(f"{op}.Scalar({self.number()}, {self.draw(st.integers(-4, 6))})")
-        if kind == "mask":
-            return "x0"
-        if kind == "not":
-            return self.line(f"logical_not.default({self.condition(depth - 1)})")
-        return self.line(
-            f"bitwise_{kind}.Tensor({self.condition(depth - 1)}, {self.condition(depth - 1)})"
-        )
-
-
-@st.composite
-def texts(draw):
-    found = Conditions(draw)
-    condition = found.condition(3)
-    last = found.line(f"where.ScalarOther({condition}, s, -inf)")
-    return "; ".join([*found.lines, last])
-
-
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(text=texts(), rows=st.integers(1, 9), columns=st.integers(1, 9), n=st.integers(-3, 8))
 def test_spans_and_conditions_at_random(text, rows, columns, n):
@@ -184,7 +129,7 @@ def test_spans_and_conditions_at_random(text, rows, columns, n):
     found = computed(made_of, s, s, rows, columns, [n], inputs)
     keep = torch.as_tensor(found.get("keep", True)).expand(sizes)
     assert torch.equal(keep, expected.expand(sizes))
-    check_spans(made_of, keep, [n])
+    check_spans(made_of, keep, keep, [n])
 
 
 # --- forms ----------------------------------------------------------------------------------------
@@ -245,6 +190,8 @@ def test_equal_texts_are_one_program():
     text, made_of = made(score(SCORES["alibi"]))
     again, other = made(score(SCORES["alibi"]))
     assert text == again and made_of is other and hash(made_of) == hash(other)
+    turned = score(lambda s, q, k, x, **_: where(q >= k, (k - q) * x[1] + 0.1 * s))
+    assert made(turned)[0] == text
 
 
 @pytest.mark.parametrize(
@@ -266,6 +213,18 @@ def test_equal_texts_are_one_program():
 def test_what_has_no_text(fn, reason):
     with pytest.raises(NotPointwise, match=reason):
         write(score(fn), tensors(), [3])
+
+
+def test_numbers_beyond_32_bits_are_whole():
+    """Places are int32 in kernels."""
+    _, product = made(score(lambda s, q, k, **_: s + q * k * 2**-20))
+    assert "q.to(tl.int64)" in product.score
+    _, large = made(score(lambda s, q, **_: s + q * 2**33 * 2**-33))
+    assert "q.to(tl.int64) * tl.full([], 8589934592, tl.int64)" in large.score.replace(
+        "tmpr1", "q.to(tl.int64)"
+    )
+    _, far = made(score(lambda s, q, k, **_: where(k > q - 2**40, s)))
+    assert far.keep == ""
 
 
 def test_what_has_no_program():

@@ -205,7 +205,7 @@ def test_binaries():
     given = meta(1, 8, 16, 576), meta(1, 65536, 576), meta(1, 8, 2048, dtype=torch.int32)
     gather, merge = launch_binaries(lambda: launch.attend(*given, 0.1, 512, "ieee"), launch)
     assert gather.spills == merge.spills == 0
-    assert "wgmma" in gather.ptx and "mma.sync" not in gather.ptx
-    assert gather.widest_load == 16 and "cp.async" in gather.ptx
-    # Two blocks of entries, each there once, beside the queries and the probabilities.
-    assert gather.shared_bytes <= 2 * 64 * 576 * 2 + (24 << 10)
+    assert "wgmma" in gather.ptx and gather.widest_load == 16 and "cp.async" in gather.ptx
+    assert "cp.async.bulk.prefetch" in gather.ptx
+    # Blocks of entries, each there once, beside the queries and the probabilities.
+    assert gather.shared_bytes <= 2 * 32 * 576 * 2 + (24 << 10)

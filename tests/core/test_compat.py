@@ -488,6 +488,20 @@ def test_what_is_called_and_what_is_inlined():
     assert compat_fx.reads_inlined() > 1
 
 
+def test_scores_are_traced_in_a_thread_apart():
+    """``make_fx`` of fake tensors beside constants; what FakeTensorMode asks of CUDA first."""
+    assert callable(find("torch._C:_ensureCUDADeviceGuardSet"))
+
+    def filled(x):
+        return torch.where(x > 0, x, torch.tensor(2.0)).mul_(3)
+
+    graph = compat_fx.apart(lambda: compat_fx.pointwise_graph(filled, [torch.ones(2)]))
+    called = [n.target.overloadpacket for n in graph.nodes if n.op == "call_function"]
+    aten = torch.ops.aten
+    assert called[0] == aten.gt and {aten.where, aten.mul} <= set(called)
+    assert aten.mul_ not in called
+
+
 def test_what_the_partitioner_is_told():
     """A tag on nodes of a joint graph, and the budget of memory."""
     node = torch.fx.Graph().placeholder("primals_1")

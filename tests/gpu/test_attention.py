@@ -175,7 +175,7 @@ class _Counted:
 @pytest.mark.parametrize("group", [1, 4])
 def test_plain_attention_is_cudnns(name, group, poison, monkeypatch):
     counted = _Counted(monkeypatch)
-    tensors = draw(2, 8, 8 // group, 2048, 2048, 128, 128)
+    tensors = draw(2, 8, 8 // group, 2048, 2048, 64, 64)
     given = {"causal": name == "causal"}
 
     def grads(fn, tensors):
@@ -206,7 +206,7 @@ def test_plain_attention_is_cudnns(name, group, poison, monkeypatch):
 def test_scores_far_below_zero():
     """Where exp(lse) is 0: cuDNN has returned NaN for such rows."""
     q, k, v = draw(1, 4, 4, 1024, 1024, 128, 128)
-    q, k = q.abs() * 3, -k.abs() * 3
+    q, k = q.abs() * 6, -k.abs() * 6
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out, lse = ops.attention(*leaves, return_lse=True)
     assert lse.max() < -88
