@@ -305,7 +305,8 @@ class _Run:
             return None
         known = value_of(node)
         args, kwargs = self._arguments(node)
-        if _may_run(node) and args is not None and not _depends_on_data(known):
+        followed = target is operator.setitem or not _depends_on_data(known)
+        if _may_run(node) and args is not None and followed:
             self.recorder.pure = self.recorder.settled = True
             self.recorder.versions, self.recorder.running = [], node
             function: Callable[..., Any]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from inductor_ext.lowerings import attention_columns as columns
 from inductor_ext.lowerings import attention_sites as found
 from inductor_ext.lowerings.attention_calls import calls
 from inductor_ext.lowerings.attention_places import NoPlace
@@ -58,17 +59,39 @@ def _axes(x: torch.Tensor) -> str:
 def _replacement(site: Any) -> Replacement:
     try:
         found.read(site)
+        uses = _uses(site)
         try:
-            return found.replacement(found.plan(site), _text)
+            return found.replacement(found.plan(site), _text, uses)
         except NoSite as first:
             # Perhaps a mask as the program has it will do.
             try:
                 found.read(site, whole=True)
-                return found.replacement(found.plan(site), _text)
+                return found.replacement(found.plan(site), _text, uses)
             except NoSite:
                 raise first from None
     except NoPlace as reason:
         raise NoSite(str(reason)) from None
+
+
+def _uses(site: Any) -> Any:
+    """What else than attention's result is made of its weights; None where nothing is."""
+    if found.is_trained(site):
+        return None
+    sums = columns.found(site)
+
+    def uses(plan: Any, sizes: Any, inside: set[Any]) -> list[tuple[Any, Any, list[Any]]]:
+        made = [
+            (s.result, columns.sums(plan, sizes, s.result, s.place, s.reduced, s.first, s.share),
+             s.inside)
+            for s in sums if columns.fits(plan, s)
+        ]  # fmt: skip
+        known = inside.union(*(between for _, _, between in made), (value for value, _, _ in made))
+        for node, place in columns.rows_used(site, plan, known):
+            made.append((node, columns.sums(plan, sizes, node, place, (), 0, 1.0), []))
+        return made
+
+    one_row = all(not index.axes for index in (site.rows,))
+    return uses if sums or one_row else None
 
 
 def rewrite(graph: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 from inductor_ext.lowerings.attention_places import Axes, Index, equal
-from inductor_ext.lowerings.attention_scores import (
+from inductor_ext.lowerings.attention_values import (
     Call,
     Input,
     Number,

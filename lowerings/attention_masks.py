@@ -12,15 +12,16 @@ import math
 from typing import Any
 
 import torch
-from inductor_ext.lowerings.attention_scores import Call, Input, Number, Value, is_plain
+from inductor_ext.lowerings.attention_values import Call, Input, Number, Value, is_plain
 from inductor_ext.lowerings.mhc_entries import aten
 
 LEAST = -1e30  # adding scores of up to 1e22 to less changes nothing in fp32
 
 
 def _is_least(value: Any) -> bool:
-    number = value.number if isinstance(value, Number) else None
-    return is_plain(number) and -math.inf < number <= LEAST
+    if not isinstance(value, Number) or not is_plain(value.number):
+        return False
+    return bool(-math.inf < value.number <= LEAST)
 
 
 def _is_zero(value: Any) -> bool:

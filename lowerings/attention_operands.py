@@ -8,7 +8,15 @@ from typing import Any
 
 import sympy
 import torch
-from inductor_ext.lowerings.attention_places import COPIES, Axes, Index, NoPlace, Place, dtype_of, equal
+from inductor_ext.lowerings.attention_places import (
+    COPIES,
+    Axes,
+    Index,
+    NoPlace,
+    Place,
+    dtype_of,
+    equal,
+)
 from inductor_ext.lowerings.mhc_entries import aten
 from inductor_ext.lowerings.mhc_sites import NoSite, Program, program_node
 

@@ -90,6 +90,23 @@ class Axes:
     def now(self, place: Place) -> Place:
         return tuple(Index(self.flat(i.axes), i.offset, i.whole) for i in place)
 
+    def unite(self, one: tuple[int, ...], other: tuple[int, ...]) -> None:
+        """Two descriptions of one dimension. Raises NoPlace where they do not fit."""
+        one, other = self.flat(one), self.flat(other)
+        if len(one) < len(other):
+            one, other = other, one  # ``other`` is the coarser
+        if one == other:
+            return
+        if len(other) == 1:
+            self._parts[other[0]] = one
+        elif len(one) == len(other):
+            for a, b in zip(one, other, strict=True):
+                if a != b and not equal(self.sizes[a], self.sizes[b]):
+                    raise NoPlace("a dimension is cut in two ways")
+            self._parts.update({b: (a,) for a, b in zip(one, other, strict=True) if a != b})
+        else:
+            raise NoPlace("a dimension is cut in two ways")
+
     def size(self, axes: tuple[int, ...]) -> Any:
         return product(self.sizes[a] for a in self.flat(axes))
 

@@ -24,6 +24,16 @@ from inductor_ext.lowerings.attention_places import (
     is_view,
     size_of,
 )
+from inductor_ext.lowerings.attention_values import (
+    Call,
+    Input,
+    Number,
+    Position,
+    Product,
+    Value,
+    is_integer,
+    is_plain,
+)
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.mhc_sites import NoSite
 
@@ -32,50 +42,6 @@ from inductor_ext.shadow import Shadow, Symbol
 
 MOST_INPUTS = 8
 PRODUCTS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default}
-
-
-@dataclasses.dataclass(eq=False)
-class Value:
-    """``scores``: it depends on the product; ``tensors``: on tensors of the program."""
-
-    scores: bool = False
-    tensors: bool = False
-
-
-@dataclasses.dataclass(eq=False)
-class Product(Value):
-    scores: bool = True
-
-
-@dataclasses.dataclass(eq=False)
-class Position(Value):
-    """start + step * index."""
-
-    index: Index = dataclasses.field(default_factory=Index)
-    start: Any = 0
-    step: Any = 1
-
-
-@dataclasses.dataclass(eq=False)
-class Number(Value):
-    number: Any = 0
-    dtype: torch.dtype = torch.float32
-
-
-@dataclasses.dataclass(eq=False)
-class Input(Value):
-    """``which``: of ``Scores.inputs``."""
-
-    which: int = 0
-    tensors: bool = True
-
-
-@dataclasses.dataclass(eq=False)
-class Call(Value):
-    op: Any = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    dtype: torch.dtype | None = None  # None: as it comes
 
 
 @dataclasses.dataclass
@@ -212,7 +178,7 @@ class Scores:
         if node.target in _FILLED:
             value = _FILLED[node.target](node)
             value = size_of(value) if isinstance(value, Symbol) else value
-            if isinstance(value, (bool, int, float)) or _is_integer(value):
+            if isinstance(value, (bool, int, float)) or is_integer(value):
                 return Number(number=value, dtype=node.meta["val"].dtype)
             return None
         value = node.meta["val"]
@@ -393,7 +359,7 @@ class Scores:
                 return self.read(arg, self.axes.operand(node, arg, place))
             if isinstance(arg, Symbol):
                 size = size_of(arg)
-                if not _is_integer(size):
+                if not is_integer(size):
                     raise NoSite("a number in its scores is symbolic and no size")
                 return Number(number=size, dtype=torch.int64)
             return arg
@@ -459,14 +425,6 @@ def _along(place: Place) -> set[int]:
     return {axis for index in place for axis in index.axes}
 
 
-def is_plain(number: Any) -> bool:
-    return isinstance(number, (bool, int, float))
-
-
-def _is_integer(number: Any) -> bool:
-    return not is_plain(number) and bool(sympy.sympify(number).is_integer)
-
-
 def _moved(node: Any, args: Sequence[Any]) -> Value | None:
     """A position and a whole number are a position."""
     if node.target is not aten.add.Tensor or node.kwargs or len(args) < 2:
@@ -474,7 +432,7 @@ def _moved(node: Any, args: Sequence[Any]) -> Value | None:
     for one, other in (args, args[::-1]):
         by = other.number if isinstance(other, Number) else other
         whole = (isinstance(by, int) and not isinstance(by, bool)) or (
-            isinstance(other, Number) and _is_integer(by)
+            isinstance(other, Number) and is_integer(by)
         )
         if isinstance(one, Position) and whole and node.meta["val"].dtype == torch.int64:
             return dataclasses.replace(one, start=one.start + by)
@@ -493,7 +451,7 @@ def _positions(node: Any, place: Place) -> Value | None:
     if node.target is aten.arange.start_step and len(node.args) > 2:
         step = node.args[2]
     start, step = size_of(start), size_of(step)
-    if not all(isinstance(n, int) or _is_integer(n) for n in (start, step)):
+    if not all(isinstance(n, int) or is_integer(n) for n in (start, step)):
         return None
     own = node.meta["val"].dtype
     found = Position(index=place[0], start=start, step=step)

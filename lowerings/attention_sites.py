@@ -22,8 +22,9 @@ from inductor_ext.lowerings.attention_places import (
     Place,
     dtype_of,
 )
-from inductor_ext.lowerings.attention_scores import Scores, Value
+from inductor_ext.lowerings.attention_scores import Scores
 from inductor_ext.lowerings.attention_softmax import Reader, Weights, may_hold
+from inductor_ext.lowerings.attention_values import Value
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.mhc_sites import (
     DTYPES,
@@ -237,14 +238,15 @@ def operands(site: Site, pairs: list[tuple[Any, Place, Any, Place]], inner: list
 def _rows(
     axes: Axes, place: Place, keys: tuple[int, ...], kv: set[int], order: list[int]
 ) -> tuple[int, ...]:
-    """Which axes are the query rows: those next to the keys, if q alone varies along them; else the
-    longest along which only q varies."""
+    """Which axes are the query rows: those next to the keys, if q alone varies along them (none, if
+    there is one row); else the longest along which only q varies."""
     dims = [i.axes for i in place]
     at = dims.index(keys)
     near = dims[at - 1] if at else ()
-    if near and not kv.intersection(near):
+    if at and not kv.intersection(near):
         return near
-    free = [a for a in order if a not in kv]
+    beside = {a for dim in dims if kv.intersection(dim) for a in dim}  # heads that share keys
+    free = [a for a in order if a not in kv and a not in beside]
     return (max(free, key=lambda a: _hint(axes.size((a,)))),) if free else ()
 
 
@@ -255,7 +257,23 @@ def _hint(size: Any) -> int:
         return 2**20  # unknown: as long as sequences are
 
 
-def replacement(made: Plan, text_of: Any) -> Replacement:
+@dataclasses.dataclass
+class Emitted:
+    """Nodes that an operation was given and gave; ``total`` is the log-sum-exp with all sinks."""
+
+    out: Any
+    lse: Any
+    total: Any
+    q: Any
+    k: Any
+    inputs: list[Any]
+    numbers: list[Any]
+    text: str
+
+
+def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
+    """``uses(plan, sizes, inside)`` gives what else is asked of the weights: (value, function that
+    makes it, values in between)."""
     site, axes, roles = made.site, made.site.axes, made.roles
     seen, scores = site.seen, site.scores
     assert scores is not None and site.score is not None
@@ -273,8 +291,8 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
     function = Function(site.score, axes, roles)
     text, keeps = text_of(function, sample, empty)
     # Few rows read everything anyway, and the mean would read it twice.
-    if not keeps and _hint(axes.size(roles.q)) > choice.FEW_ROWS:
-        score = with_infinity(site.score, [o.dtype for o in inputs], _is_trained(site))
+    if not keeps and uses is None and _hint(axes.size(roles.q)) > choice.FEW_ROWS:
+        score = with_infinity(site.score, [o.dtype for o in inputs], is_trained(site))
         if score is not None:
             function, means = Function(score, axes, roles), not sinks
             empty = "zero"
@@ -309,16 +327,17 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
         both = program.call(target, q, k, v, given, numbers, text, empty)
         out, lse = (program.call(operator.getitem, both, i) for i in (0, 1))
         if means:
-            out = _or_mean(program, out, lse, v, sizes.made(program, axes.size(made.shared)))
+            out = _or_mean(program, out, lse, v, made.shared, sizes, axes)
+        total = lse
         for sink in sinks:
             own = of(sink, [roles.b, roles.h, roles.q], False)
-            out = _beside(program, out, lse, own)
-        return out, lse
+            out, total = _beside(program, out, total, own)
+        return Emitted(out, lse, total, q, k, given, numbers, text)
 
     def shaped(program: Program, found: Any) -> Any:
         groups = [i.axes for i in axes.now(site.place)]
         own = straight(axes, [roles.b, roles.h, roles.q, made.values])
-        out = arranged(program, sizes, axes, found[0], own, groups, False)
+        out = arranged(program, sizes, axes, found.out, own, groups, False)
         return out if _any_layout(result) else program.shaped(out, result)
 
     outputs = {result: shaped}
@@ -326,10 +345,18 @@ def replacement(made: Plan, text_of: Any) -> Replacement:
     for total, at, between in totals:
         outputs[seen.first[total]] = _lse(sizes, axes, total, at, roles)
         inside.update(between)
+    asked = set()
+    for value, make, between in uses(made, sizes, inside) if uses is not None else ():
+        inside.update(between)
+        asked.add(value)
+        # Of the nodes that stand for it, as a conversion that changes nothing does.
+        nodes = [n for n, own in seen.of.items() if own is value]
+        used = [n for n in nodes if any(seen.of.get(u) is not value for u in n.users)]
+        outputs.update(dict.fromkeys(used, _once(make)))
     return Replacement(
         NAME, NAME, _described(made), f"no scores in memory: {text}",
         list(dict.fromkeys([*tensors, *needed])), outputs,
-        {n for n, value in seen.of.items() if value in inside} - {*outputs}, emit,
+        {n for n, value in seen.of.items() if value in inside or value in asked} - {*outputs}, emit,
     )  # fmt: skip
 
 
@@ -350,7 +377,7 @@ def _lse(sizes: Sizes, axes: Axes, total: Any, place: Place, roles: Roles) -> An
     def made(program: Program, found: Any) -> Any:
         own = straight(axes, [roles.b, roles.h, roles.q])
         groups = [i.axes for i in axes.now(place)]
-        lse = arranged(program, sizes, axes, found[1], own, groups, False)
+        lse = arranged(program, sizes, axes, found.lse, own, groups, False)
         dtype = dtype_of(total)
         return lse if dtype == torch.float32 else program.call("to", lse, dtype)
 
@@ -369,25 +396,45 @@ def _sinks(site: Site) -> list[tuple[Any, Place]]:
     return found
 
 
-def _beside(program: Program, out: Any, lse: Any, sink: Any) -> Any:
-    """Attention with one more column, of which no value is used: out sigmoid(lse - sink)."""
+def _beside(program: Program, out: Any, total: Any, sink: Any) -> tuple[Any, Any]:
+    """Attention with one more column, of which no value is used: out sigmoid(total - sink); and the
+    log-sum-exp with that column."""
     dtype = value_of(out).dtype
-    weight = program.call(torch.sigmoid, program.call(operator.sub, lse, sink))
+    weight = program.call(torch.sigmoid, program.call(operator.sub, total, sink))
     wide = program.call(operator.mul, out, program.call("unsqueeze", weight, -1))
-    return program.call("to", wide, dtype)
+    return program.call("to", wide, dtype), program.call(torch.logaddexp, total, sink)
 
 
-def _or_mean(program: Program, out: Any, lse: Any, v: Any, shared: Any) -> Any:
+def _once(make: Any) -> Any:
+    kept: list[Any] = []
+
+    def made(program: Program, found: Emitted) -> Any:
+        if not kept:
+            kept.append(make(program, found))
+        return kept[0]
+
+    return made
+
+
+def repeated(program: Program, x: Any, sizes: Sizes, axes: Axes, shared: tuple[int, ...]) -> Any:
+    """Keys or values [B, Hkv, ...] of every query head."""
+    many = sizes.made(program, axes.size(shared))
+    if isinstance(many, int) and many == 1:
+        return x
+    x = program.call("unsqueeze", x, 2)
+    return program.call("flatten", program.call("expand", x, -1, -1, many, -1, -1), 1, 2)
+
+
+def _or_mean(
+    program: Program, out: Any, lse: Any, v: Any, shared: tuple[int, ...], sizes: Sizes, axes: Axes
+) -> Any:
     """The mean of all values for rows that keep nothing."""
-    mean = program.call("mean", v, 2, True)
-    if not isinstance(shared, int) or shared != 1:
-        mean = program.call("unsqueeze", mean, 2)
-        mean = program.call("flatten", program.call("expand", mean, -1, -1, shared, -1, -1), 1, 2)
+    mean = repeated(program, program.call("mean", v, 2, True), sizes, axes, shared)
     lost = program.call("unsqueeze", program.call(operator.eq, lse, -math.inf), -1)
     return program.call(torch.where, lost, mean, out)
 
 
-def _is_trained(site: Site) -> bool:
+def is_trained(site: Site) -> bool:
     """Whether gradients of the result are recorded."""
     return bool(value_of(site.seen.first[site.result]).requires_grad)
 
@@ -408,7 +455,7 @@ def _check_heads(made: Plan) -> None:
     sizes = [sum(axes.size(c) for c in made.channels), axes.size(made.values)]
     if not all(compat.is_static(size) for size in sizes):
         raise NoSite("the size of its heads is symbolic")
-    largest = choice.LARGEST_BACKWARD if _is_trained(made.site) else choice.LARGEST
+    largest = choice.LARGEST_BACKWARD if is_trained(made.site) else choice.LARGEST
     if max(sizes) > largest:
         raise NoSite(f"its heads are of {max(sizes)}, more than the {largest} of the kernels")
 

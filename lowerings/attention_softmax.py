@@ -22,7 +22,8 @@ class Weights:
     """``scores`` at ``place`` are what the softmax is of; ``empty`` what a row that keeps nothing
     gives; ``sinks`` are scores of columns that are left out of the result, with their places;
     ``passed`` the values between the product with v and the scores; ``totals`` the log-sum-exps of
-    the scores: (value, whether it keeps the dimension, the values in between)."""
+    the scores: (value, whether it keeps the dimension, the values in between). ``parts`` are the
+    weights, in every form, with their places; ``softmax`` is the first of them."""
 
     scores: Any
     place: Place
@@ -30,6 +31,9 @@ class Weights:
     passed: list[Any]
     sinks: list[tuple[Any, Place]] = dataclasses.field(default_factory=list)
     totals: list[tuple[Any, bool, list[Any]]] = dataclasses.field(default_factory=list)
+    parts: list[tuple[Any, Place]] = dataclasses.field(default_factory=list)
+    softmax: Any = None
+    softmax_place: Place = ()
 
 
 class Reader:
@@ -42,12 +46,17 @@ class Reader:
     def weights(self, axes: Axes, node: Any, place: Place, keys: Index) -> Weights | None:
         """None where a value is no softmax along ``keys``. Raises NoSite, NoPlace."""
         passed: list[Any] = []
+        parts: list[tuple[Any, Place]] = []
         while True:
             passed.append(node)
+            parts.append((node, place))
             found = self._softmax(node)
             if found is not None:
                 scores, dim, empty = found
-                return self._of_scores(axes, Weights(scores, place, empty, passed), dim, keys)
+                weights = Weights(
+                    scores, place, empty, passed, parts=parts, softmax=node, softmax_place=place
+                )
+                return self._of_scores(axes, weights, dim, keys)
             dropout = _dropout(node)
             if dropout is not None:
                 node = dropout

@@ -311,6 +311,27 @@ def one_query(q, k, v, mask):
     return grouped_with_mask(q, k, v, mask)
 
 
+def assembled(q, k, v):
+    """Keys that are written half by half."""
+    keys = k.new_empty(k.shape)
+    keys[..., :32] = k[..., :32]
+    keys[..., 32:] = k[..., 32:]
+    return (q @ keys.transpose(2, 3) * 0.125).softmax(-1) @ v
+
+
+def gathered_positions(q, k, v):
+    """Masks by indices, as libraries make them, with documents that are all one."""
+    b, n = q.shape[0], q.shape[2]
+    at = (torch.arange(n, device=q.device) + 0).unsqueeze(0).expand(b, -1)
+    document = (torch.diff(at, prepend=at[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    batch = torch.arange(b, device=q.device)[:, None, None, None]
+    row = torch.arange(n, device=q.device)[None, None, :, None]
+    column = torch.arange(n, device=q.device)[None, None, None, :]
+    kept = at[batch, column] <= at[batch, row]
+    kept = kept & (document[batch, row] == document[batch, column])
+    return torch.where(kept, q @ k.mT * 0.125, -INF).softmax(-1) @ v
+
+
 # --- softmaxes ------------------------------------------------------------------------------------
 
 
@@ -402,6 +423,8 @@ SPELLINGS = {
     "two products": (two_products, (*MHA, ("B", "H", "S", 16), ("B", "S", 16))),
     "not a transpose": (not_a_transpose, (("B", 64, 64, 64),) * 3),
     "one query": (one_query, (("B", "H", 1, "D"), "BGSD", "BGSD", "row")),
+    "assembled": (assembled, MHA),
+    "gathered positions": (gathered_positions, MHA),
     "by hand": (by_hand, MHA),
     "by logarithm": (by_logarithm, MHA),
     "by log softmax": (by_log_softmax, MHA),

@@ -47,7 +47,7 @@ def inputs(dtype, grad):
 @pytest.mark.parametrize("fn", [chosen, added, added_twice], ids=lambda fn: fn.__name__)
 def test_rows_that_keep_nothing_are_means(fn, grad, card_here):
     args = inputs(torch.float32, grad)
-    out, text, decisions = edited(fn, args, grad=grad)
+    out, text, _ = edited(fn, args, grad=grad)
     assert OP in text
     # -inf stands for the least number where that is the same, gradients included.
     assert ("mean" in text) == (fn is chosen or (fn is added and not grad))

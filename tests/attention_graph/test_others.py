@@ -75,6 +75,15 @@ def of_a_mask_written_to(q, k, v):
     return (scores(q, k) + mask).softmax(-1) @ v + first
 
 
+def of_keys_written_to_later(q, k, v):
+    keys = k.new_empty(k.shape)
+    keys[..., :32] = k[..., :32]
+    keys[..., 32:] = k[..., 32:]
+    found = q @ keys.transpose(2, 3) * 0.125
+    keys[..., :32] = 0
+    return found.softmax(-1) @ v + keys
+
+
 def one_more_than_the_sum(q, k, v):
     weights = scores(q, k).exp()
     return (weights / (1 + weights.sum(-1, keepdim=True))) @ v
@@ -97,6 +106,7 @@ OTHERS = {
     running: "its weights are of no product",
     masked_afterwards: "",
     of_a_mask_written_to: "written to in this graph",
+    of_keys_written_to_later: "written to in this graph",
     one_more_than_the_sum: "",
     wide: "expected in one of fp16, bf16 and fp32",
 }

@@ -78,3 +78,10 @@ def test_the_text_does_not_depend_on_sizes(card_here):
         (decision,) = edited(fn, args)[2]
         reasons.add(decision.reason)
     assert len(reasons) == 1 and "columns, rows" in reasons.pop()
+
+
+def test_masks_of_positions_read_nothing(card_here):
+    fn, shapes = SPELLINGS["gathered positions"]
+    args = [a.detach() for a in arguments(shapes, torch.float32, tokens=48)]
+    (decision,) = edited(fn, args)[2]
+    assert "le.Tensor(k, q)" in decision.reason and "x0" not in decision.reason
