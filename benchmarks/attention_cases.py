@@ -85,15 +85,12 @@ def _family(name: str, kind: str) -> Case:
 def _cases() -> list[Case]:
     """The most telling first."""
     both = ("fwd", "bwd")
+    masks = ("window", "documents", "softcap", "slot_bias", "alibi", "prefix", "bias")
     found = [_shape("causal", 4096, 128, 1, k) for k in both]
-    found += [_shape("full", 8192, 128, 1, k) for k in both]
-    found += [
-        _shape(m, 4096, 128, 1, k)
-        for m in ("window", "documents", "softcap", "slot_bias", "alibi", "prefix", "bias")
-        for k in both
-    ]
+    found += [_shape(m, 4096, 128, 1, k) for k in both for m in masks]
     found += [_shape(m, 4096, 128, 1, "fwd") for m in ("colsum64", "colsum")]
     found += [_family(f, "fwd") for f in FAMILIES]
+    found += [_shape("full", 8192, 128, 1, k) for k in both]
     found += [_shape("causal", 4096, d, 1, k) for d in (64, 256) for k in both]
     found += [_shape("causal", 4096, 128, 4, k) for k in both]
     found += [_family(f, "bwd") for f in FAMILIES]
