@@ -139,6 +139,10 @@ def affine(value: Any) -> Affine | None:
 def least(number: Affine) -> int | None:
     """A bound that an affine number is never below, by 0 <= q < rows and 0 <= k < columns; None
     where there is none."""
+    reach = sum(abs(c) for _, c in number.terms) << 31  # places and sizes are of 32 bits
+    places = (*_NATURAL, "rows", "columns")
+    if number.constant > reach and all(s in places for s, _ in number.terms):
+        return number.constant - reach
     bound = number
     for place, size in (("q", "rows"), ("k", "columns")):
         if bound.of(place) < 0:  # place = size - 1 - another place of that axis

@@ -20,7 +20,7 @@ from . import compat_fx, pointwise_text
 from .pointwise_text import CONVERSIONS, FILLED, SAME, NotPointwise
 from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 _INFIX = (aten.add, aten.sub, aten.mul, aten.div)
 _COMMUTATIVE = {
@@ -355,15 +355,11 @@ class Builder:
     def _typed(self, kind: Any, operands: tuple[Value, ...], op: Any) -> Any:
         """The node of an operation, its operands converted where a number promotes otherwise than
         the constant tensor it stands for."""
-        if (
-            kind is aten.mul
-            and not any(isinstance(a, Const) for a in operands)
-            and all(
-                leaves(a) <= self._narrow and not a.meta["val"].is_floating_point()
+        if self._overflows(kind, operands):
+            operands = tuple(
+                a if isinstance(a, Const) else self.convert(a, torch.int64, always=True)
                 for a in operands
             )
-        ):
-            operands = tuple(self.convert(a, torch.int64, always=True) for a in operands)
         if kind in _OVERLOADS and len(operands) == 2:
             numbers = tuple(isinstance(a, Const) for a in operands)
             place = 2 if numbers[0] else int(numbers[1])
@@ -378,6 +374,15 @@ class Builder:
         ):
             operands = tuple(self._tensor(a, _stand_in(a).dtype) for a in operands)
         return self._node(op, tuple(a.value if isinstance(a, Const) else a for a in operands), {})
+
+    def _overflows(self, kind: Any, operands: tuple[Value, ...]) -> bool:
+        """Whether a result of int32 may not fit: a product of places, or beside a large number."""
+        nodes = [a for a in operands if not isinstance(a, Const)]
+        if any(dtype_of(a) != torch.int32 or not leaves(a) <= self._narrow for a in nodes):
+            return False
+        numbers = [a.value for a in operands if isinstance(a, Const)]
+        large = any(isinstance(n, int) and abs(n) >= 1 << 30 for n in numbers)
+        return large or (kind is aten.mul and len(nodes) == 2)
 
     def _checked(self, form: Any, full: Any, operands: tuple[Value, ...]) -> Any:
         """The node of ``form``, which takes numbers as such, where it promotes as ``full`` of

@@ -215,6 +215,18 @@ def test_what_has_no_text(fn, reason):
         write(score(fn), tensors(), [3])
 
 
+def test_numbers_beyond_32_bits_are_whole():
+    """Places are int32 in kernels."""
+    _, product = made(score(lambda s, q, k, **_: s + q * k * 2**-20))
+    assert "q.to(tl.int64)" in product.score
+    _, large = made(score(lambda s, q, **_: s + q * 2**33 * 2**-33))
+    assert "q.to(tl.int64) * tl.full([], 8589934592, tl.int64)" in large.score.replace(
+        "tmpr1", "q.to(tl.int64)"
+    )
+    _, far = made(score(lambda s, q, k, **_: where(k > q - 2**40, s)))
+    assert far.keep == ""
+
+
 def test_what_has_no_program():
     with pytest.raises(NoProgram, match="lgamma"):
         program("v0 = lgamma.default(s); v0", (), 0, "zero")
