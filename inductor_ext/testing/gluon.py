@@ -25,7 +25,6 @@ def gluon_binary(kernel: Any, arguments: dict[str, Any]) -> GluonBinary:
     count as 16-byte aligned), compiled for an H200."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
     options = {name: value for name, value in arguments.items() if name not in names}
@@ -38,7 +37,9 @@ def gluon_binary(kernel: Any, arguments: dict[str, Any]) -> GluonBinary:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         else:
             signature[parameter.name] = _type(value, (i,), constants, attributes)
-    source = GluonASTSource(kernel, signature, constants, attributes)
+    source = private("triton.experimental.gluon._runtime:GluonASTSource")(
+        kernel, signature, constants, attributes
+    )
     compiled: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return GluonBinary(describe(compiled, kernel.fn.__name__), _sass(compiled.asm["cubin"]))
 
