@@ -20,7 +20,7 @@ from . import compat_fx, pointwise_text
 from .pointwise_text import CONVERSIONS, FILLED, SAME, NotPointwise
 from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 _INFIX = (aten.add, aten.sub, aten.mul, aten.div)
 _COMMUTATIVE = {

@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 from inductor_ext.templates import attention_gluon_launch as launch
-from inductor_ext.templates.attention_program import Program, Span
+from inductor_ext.templates.attention_program import Input, Program, Span
 
-from inductor_ext.attention_score import positions, read
+from inductor_ext.attention_score import positions, read, write
+from inductor_ext.attention_translate import program
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "attention"))
 from score_ways import INF, SCORES, made, score, tensors
@@ -96,8 +97,34 @@ def test_slices_of_one_projection(poison):
      ("softcap under a mask", 128, 4)],
 )  # fmt: skip
 def test_scores(name, d, heads, poison):
-    text, program = made(score(SCORES[name]))
+    text, found = made(score(SCORES[name]))
     sizes = 2, heads, 610, 777
     inputs = [x.cuda() for x in tensors(sizes)]
     q, k, v = draw(2, heads, heads // 2, 610, 777, d, d, BF16)
-    judge(q, k, v, program, text, poison, inputs, [3])
+    judge(q, k, v, found, text, poison, inputs, [3])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 257, 391), (4, 16, 1024, 1024)])
+def test_bias_per_slot(sizes, poison):
+    batch, heads, rows, columns = sizes
+    slots = torch.randn(1, heads, 1, columns, device="cuda", dtype=BF16)
+    text = write(lambda s, b, h, q, k, *rest: s * 0.1 + rest[3][0], [slots], [])
+    found = program(text, (Input(BF16, "hk"),), 0, "zero")
+    q, k, v = draw(batch, heads, heads, rows, columns, 128, 128, BF16)
+    judge(q, k, v, found, text, poison, [slots])
+
+
+def test_rows_that_keep_nothing(poison):
+    q, k, v = draw(1, 2, 2, 300, 130, 64, 64, BF16)
+    text = write(
+        lambda s, b, h, q, k, rows, columns, n, x: torch.where(
+            q + columns - rows >= k, s * 0.1, -INF
+        ), [], [],
+    )  # fmt: skip
+    for empty, value in (("zero", 0.0), ("nan", torch.nan)):
+        out, lse = launch.forward(q, k, v, [], [], program(text, (), 0, empty))
+        expected = torch.full_like(out[:, :, :170], value)
+        torch.testing.assert_close(out[:, :, :170], expected, rtol=0, atol=0, equal_nan=True)
+        assert (lse[:, :, :170] == -INF).all()
+        assert out[:, :, 170:].isfinite().all()
+    judge(q, k, v, program(text, (), 0, "zero"), text, poison)
