@@ -50,9 +50,9 @@ def _width(dim: int) -> int:
     return sum(piece.size for piece in pieces(dim))
 
 
-def keys_tiling(dtype: torch.dtype, head: int, value: int, whole: bool = False) -> Tiling:
-    """Of dk and dv; ``whole``: every pair is kept, so that programs are long and alike. Elsewhere
-    two small ones on a multiprocessor hide each other's beginnings and ends."""
+def keys_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> Tiling:
+    """Of dk and dv. Small tiles, two programs on a multiprocessor, hide the beginnings and ends of
+    programs that are short or unlike; where all is kept wide ones read less (measured at 128)."""
     widest = max(_width(head), _width(value))
     if dtype == torch.float32:
         rows = 32 if widest <= 128 else 16
@@ -61,12 +61,12 @@ def keys_tiling(dtype: torch.dtype, head: int, value: int, whole: bool = False) 
         return Tiling(32, 64, 8, 1, apart=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True, early=True)
-    if whole and widest > 64:
-        return Tiling(64, 128, 8, 3, merged=True)
-    return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
+    if not program.keep and widest > 64:
+        return Tiling(64, 128, 8, 3)
+    return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=_short(program))
 
 
-def rows_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
+def rows_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of dq."""
     widest = max(_width(head), _width(value))
     if dtype == torch.float32:
@@ -75,7 +75,14 @@ def rows_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
         return Tiling(64, 32, 8, 1, merged=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True)
-    return Tiling(128, 64, 8, 3, merged=True) if widest > 64 else Tiling(64, 64, 4, 3, merged=True)
+    if _short(program):
+        return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
+    return Tiling(128, 64, 8, 3) if widest > 64 else Tiling(64, 64, 4, 3)
+
+
+def _short(program: Program) -> bool:
+    """Whether loops are short wherever they are, so that one is better than two."""
+    return program.documents is not None
 
 
 def pairs_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
@@ -347,8 +354,8 @@ def backward(
         else:
             length = call.padded if kind == "rows" else k.shape[2]
             sums[kind][i] = call.fp32(*q.shape[:2], length)
-    keys = keys or keys_tiling(dtype, head, value, not program.keep)
-    rows = rows or rows_tiling(dtype, head, value)
+    keys = keys or keys_tiling(program, dtype, head, value)
+    rows = rows or rows_tiling(program, dtype, head, value)
     if needed[1] or needed[2] or sums["columns"]:
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
     if needed[0] or sums["rows"]:

@@ -43,15 +43,16 @@ def binaries(name, head, value, group=1, dtype=BF16, aligned=True):
 
 @pytest.mark.parametrize(
     ("name", "head", "value"),
-    [("causal", 128, 128), ("causal", 64, 64), ("window", 128, 128), ("slot bias", 128, 128),
-     ("softcap", 64, 64), ("learned bias", 64, 64), ("causal", 96, 96), ("causal", 192, 128),
+    [("causal", 128, 128), ("causal", 64, 64), ("window", 128, 128), ("scale", 128, 128),
+     ("causal slot bias", 128, 128), ("documents", 128, 128), ("softcap", 64, 64),
+     ("learned bias", 64, 64), ("causal", 96, 96), ("causal", 192, 128),
      ("causal", 256, 256)],
 )  # fmt: skip
 def test_default_tilings(name, head, value):
     found = binaries(name, head, value, group=4)
     for kernel in found.values():
-        # A few words of the keys kernel's outer scalars, never of its tiles.
-        assert kernel.spills <= 16 and kernel.shared_bytes <= 227 << 10
+        # A few words of the keys kernel's scalars, outside of its loops.
+        assert kernel.spills <= 32 and kernel.shared_bytes <= 227 << 10
         assert re.search(r"\b(red|atom)\.", kernel.ptx) is None
     for kernel in (found["attention_keys"], found["attention_rows"]):
         assert "wgmma" in kernel.ptx and "cp.async.bulk.tensor" in kernel.ptx
@@ -60,7 +61,7 @@ def test_default_tilings(name, head, value):
     # p^T and ds^T stay in registers: nothing but the last tiles goes through shared memory.
     loop = keys.ptx[: keys.ptx.rindex("wgmma.mma_async")]
     assert head > 128 or not re.search(r"\bst\.shared\.v4|\bstmatrix", loop)
-    if head <= 128 and name != "learned bias":  # two programs on a multiprocessor
+    if head <= 128 and name not in ("learned bias", "scale"):  # two programs on a multiprocessor
         assert keys.shared_bytes <= 113 << 10 and keys.num_warps == 4
     assert found["statistics_kernel"].widest_load == 16
 
