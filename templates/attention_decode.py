@@ -20,8 +20,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import triton
-
 from .attention_program import LOG2E, Program
 from .attention_text import Piece, indented, joined, kernel_of, pieces
 from .dependent import in_turn
@@ -438,7 +436,8 @@ tl.store(lse_ptr + line, lse)"""
 
 
 @functools.cache
-def _kernels(program: Program, layout: Layout, interpreted: bool) -> tuple[Any, Any]:
+def kernels(program: Program, layout: Layout) -> tuple[Any, Any]:
+    """(decode, merge), ready to be launched."""
     numbers = "".join(f"{n}, " for n in _numbers(program))
     helpers = {**_helpers(program, layout), "in_turn": in_turn}
     # What grows from step to step does not make another kernel.
@@ -453,8 +452,3 @@ def _kernels(program: Program, layout: Layout, interpreted: bool) -> tuple[Any, 
         _merge(program, layout, numbers), helpers, [*growing, "programs"],
     )  # fmt: skip
     return decode, merge
-
-
-def kernels(program: Program, layout: Layout) -> tuple[Any, Any]:
-    """(decode, merge), ready to be launched."""
-    return _kernels(program, layout, triton.knobs.runtime.interpret)
