@@ -99,6 +99,8 @@ def tensor_meta(tensor: torch.Tensor) -> Any:
 
 def apart(fn: Callable[[], Result]) -> Result:
     """``fn()`` in a thread of its own, where nothing is being traced or differentiated."""
+    # Without a card, torch 2.11 crashes where fake tensors ask for this in a second thread first.
+    torch._C._ensureCUDADeviceGuardSet()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(fn).result()
 
@@ -113,6 +115,19 @@ def functional_graph(fn: Any, tensors: Any, decompose: bool = False) -> Any:
     functional = torch.func.functionalize(traced, remove="mutations")
     table = core_aten_decompositions() if decompose else {}
     return make_fx(functional, decomposition_table=table)(*tensors).graph
+
+
+def pointwise_graph(fn: Any, tensors: Any) -> Any:
+    """``fn`` of tensors as aten operations on fake tensors, whose values nothing can depend on."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake = functools.partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
+    traced = fake(fn)(*tensors)
+    targets = [n.target for n in traced.graph.nodes if n.op == "call_function"]
+    if not any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
+        return traced.graph
+    functional = torch.func.functionalize(traced, remove="mutations")
+    return fake(functional)(*tensors).graph
 
 
 def known_number(tensor: Any) -> Any:

@@ -330,6 +330,24 @@ def _sign(t: Translator, node: Any) -> str:
     return f"{up} - {down}"
 
 
+def _whole(node: Any, t: Translator) -> tuple[str, int]:
+    """A whole number and the constant that it is divided by."""
+    dtype, by = value(node).dtype, node.args[1]
+    if dtype not in (torch.int32, torch.int64) or type(by) is not int or by < 1:
+        raise Unknown(f"{node.target} of {dtype} by {by} has no translation")
+    return t.operand(node.args[0], dtype), by
+
+
+def _floor_divided(t: Translator, node: Any) -> str:
+    a, by = _whole(node, t)  # Triton rounds towards zero
+    return f"tl.where({a} % {by} < 0, {a} // {by} - 1, {a} // {by})"
+
+
+def _remainder(t: Translator, node: Any) -> str:
+    a, by = _whole(node, t)
+    return f"tl.where({a} % {by} < 0, {a} % {by} + {by}, {a} % {by})"
+
+
 _RULES: dict[Any, Rule] = {
     aten.neg: _call("-{}", floats=False),
     aten.abs: _call("tl.abs({})", floats=False),
@@ -364,6 +382,8 @@ _RULES: dict[Any, Rule] = {
     aten.mul: _product,
     aten.div: _quotient,
     aten.pow: _power,
+    aten.floor_divide: _floor_divided,
+    aten.remainder: _remainder,
     aten.atan2: _call2("libdevice.atan2({0}, {1})"),
     aten.fmod: _call2("libdevice.fmod({0}, {1})"),
     aten.hypot: _call2("libdevice.hypot({0}, {1})"),
@@ -415,7 +435,7 @@ def rule_of(node: Any) -> Rule | None:
     if rule is None or (
         target.overloadpacket in _SCALAR_FIRST
         and target._overloadname in _OTHERWISE
-        and (target.overloadpacket, target._overloadname) != (aten.div, "Scalar")
+        and target not in (aten.div.Scalar, aten.where.Scalar)
     ):
         return None
     return rule

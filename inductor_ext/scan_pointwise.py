@@ -90,7 +90,7 @@ class Translator:
 
     def add(self, node: Any) -> str:
         """Write a node's statement; its inputs are there. Raises Unknown."""
-        rule = rule_of(node)
+        rule = self.rule(node)
         if rule is None:
             raise Unknown(f"{node.target} has no translation")
         dtype = value(node).dtype
@@ -103,6 +103,10 @@ class Translator:
             expression = f"({expression}).to({stored_type(dtype)}).to({computed_type(dtype)})"
         self._names[node] = self.named(expression)
         return self._names[node]
+
+    def rule(self, node: Any) -> Any:
+        """How a node's operation is written; None where that is not known."""
+        return rule_of(node)
 
     def stored(self, node: Any) -> str:
         """A node's value in the type it has in memory."""

@@ -40,13 +40,45 @@ class Shadow:
     grad: dict[Any, bool]
     pure: set[Any]
     mutated: set[int]
+    settled: set[Any] = dataclasses.field(default_factory=set)
+    rewritten: dict[int, Any] = dataclasses.field(default_factory=dict)
+    homes: dict[int, int] = dataclasses.field(default_factory=dict)
+    writers: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+
+    def last_write(self, node: Any) -> Any:
+        """The node of the program that is the last to write to a shadow node's memory, of what is
+        mutated; None where that is not known."""
+        found = self.writers.get(self._memory(node), [None])
+        return None if None in found else max(found, key=self.order.__getitem__)
+
+    def _memory(self, node: Any) -> int:
+        """The key of the memory that holds a shadow node's value in the program."""
+        key = compat_pre_grad.storage_key(node.meta["val"])
+        return self.homes.get(key, key)
+
+    def is_outdated(self, node: Any) -> bool:
+        """Whether a node of the program runs before its memory is given its last value."""
+        held = self.of.get(node)
+        last = None if held is None else self.rewritten.get(self._memory(held))
+        return last is not None and self.order[node] < self.order[last]
 
     def is_mutated(self, node: Any) -> bool:
         """Whether anything writes to the memory of a shadow node's value."""
         value = node.meta["val"]
         if not self.mutated or not isinstance(value, torch.Tensor):
             return False
-        return compat_pre_grad.storage_key(value) in self.mutated
+        return self._memory(node) in self.mutated
+
+
+class Symbol(str):
+    """A symbolic number among a shadow node's arguments: its text, and the ``number`` itself."""
+
+    number: Any
+
+    def __new__(cls, number: Any) -> Symbol:
+        made = super().__new__(cls, number)
+        made.number = number
+        return made
 
 
 def value_of(node: Any) -> Any:
@@ -63,10 +95,17 @@ class _Recorder(TorchDispatchMode):
         self.graph = torch.fx.Graph()
         self.nodes: dict[int, Any] = {}
         self.alive: list[Any] = []  # so that an id stands for one tensor
-        self.owners: dict[int, int] = {}  # memory -> how many tensors look at it
+        self.owners: dict[int, list[Any]] = {}  # memory -> the tensors that look at it
         self.shared: set[int] = set()  # memory that nodes of the program hold
+        self.outside: set[int] = set()  # memory that is not made here
+        self.stale: dict[int, int] = {}  # tensors that are no values any more -> their memory
         self.mutated: set[int] = set()
+        self.writers: dict[int, list[Any]] = {}  # of memory; None among them if not all known
         self.pure = True
+        self.settled = True  # nothing but values of memory of the program's own is written
+        self.homes: dict[int, int] = {}
+        self.running: Any = None  # the node of the program that is run
+        self.versions: list[Any] = []  # what was written in place
 
     def leaf(self, tensor: torch.Tensor) -> Any:
         """The node of a tensor; a placeholder for one from outside."""
@@ -74,14 +113,23 @@ class _Recorder(TorchDispatchMode):
         if node is None:
             node = self.graph.placeholder(f"leaf{len(self.nodes)}")
             self.put(tensor, node)
+            self.outside.add(compat_pre_grad.storage_key(tensor))
         return node
 
+    def reads(self, tensor: torch.Tensor) -> None:
+        """A tensor whose memory another one has written to since is not followed."""
+        if id(tensor) in self.stale:
+            self.mutated.add(self.stale[id(tensor)])
+
+    def writes(self, key: int, node: Any) -> None:
+        self.mutated.add(key)
+        self.writers.setdefault(key, []).append(node)
+
     def put(self, tensor: torch.Tensor, node: Any) -> None:
-        node.meta["val"] = tensor
+        node.meta["val"], node.meta["made_in"] = tensor, self.running
         self.nodes[id(tensor)] = node
         self.alive.append(tensor)
-        key = compat_pre_grad.storage_key(tensor)
-        self.owners[key] = self.owners.get(key, 0) + 1
+        self.owners.setdefault(compat_pre_grad.storage_key(tensor), []).append(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -93,15 +141,18 @@ class _Recorder(TorchDispatchMode):
             return self._mutation(func, args, kwargs)
         out = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags or not func._schema.returns:
-            self.pure = False
+            self.pure = self.settled = False
         self._record(func, args, kwargs, out)
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         def node_of(arg: Any) -> Any:
-            if isinstance(arg, torch.SymInt):
-                return str(arg)  # for the reader: sizes are those of the values
-            return self.leaf(arg) if isinstance(arg, torch.Tensor) else arg
+            if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return Symbol(arg)
+            if not isinstance(arg, torch.Tensor):
+                return arg
+            self.reads(arg)
+            return self.leaf(arg)
 
         if isinstance(out, torch.Tensor):
             if id(out) not in self.nodes:
@@ -116,8 +167,8 @@ class _Recorder(TorchDispatchMode):
                     self.put(one, self.graph.call_function(operator.getitem, (whole, i)))
 
     def _mutation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Not run. A tensor that nothing else looks at is given the value of the operation's twin
-        that returns it; else the memory counts as written to."""
+        """Not run. A tensor is given the value of the operation's twin that returns it; where there
+        is none, or the memory is from outside, that counts as written to."""
         if torch.Tag.inplace_view in func.tags:
             raise NotFollowed(f"{func} changes a tensor's shape in place")
         written = []
@@ -127,15 +178,16 @@ class _Recorder(TorchDispatchMode):
                 many = given if isinstance(given, (tuple, list)) else [given]
                 written += [t for t in many if isinstance(t, torch.Tensor)]
         twin = self._twin(func, written)
-        if twin is not None:
-            out = twin(*args, **kwargs)
+        out = None if twin is None else twin(*args, **kwargs)
+        if out is not None and (out.dtype, out.shape) == (written[0].dtype, written[0].shape):
             self._record(twin, args, kwargs, out)
-            self.nodes[id(written[0])] = self.nodes[id(out)]
+            self._next_value(written[0], out)
             if torch.Tag.nondeterministic_seeded in twin.tags:
-                self.pure = False
+                self.pure = self.settled = False
             return written[0]
-        self.pure = False
-        self.mutated.update(map(compat_pre_grad.storage_key, written))
+        self.pure = self.settled = False
+        for tensor in written:
+            self.writes(compat_pre_grad.storage_key(tensor), self.running)
         returns = func._schema.returns
         if not returns:
             return None
@@ -143,12 +195,25 @@ class _Recorder(TorchDispatchMode):
             raise NotFollowed(f"{func} returns what it writes in a way that is not followed")
         return written[0]
 
+    def _next_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        self.nodes[id(tensor)] = self.nodes[id(value)]
+        key = compat_pre_grad.storage_key(tensor)
+        self.homes[compat_pre_grad.storage_key(value)] = key
+        others = [t for t in self.owners[key] if t is not tensor]
+        if others or key in self.shared:
+            self.pure = False
+            self.versions.append((self.nodes[id(value)], key))
+        self.writers.setdefault(key, []).append(self.running)
+        for other in others:
+            self.stale[id(other)] = key
+
     def _twin(self, func: Any, written: list[Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if len(written) != 1 or not name.endswith("_") or func.namespace != "aten":
             return None
-        key = compat_pre_grad.storage_key(written[0])
-        if id(written[0]) not in self.nodes or self.owners[key] != 1 or key in self.shared:
+        if id(written[0]) not in self.nodes:
+            return None
+        if compat_pre_grad.storage_key(written[0]) in self.outside:
             return None
         packet = getattr(torch.ops.aten, name[:-1], None)
         return getattr(packet, func._overloadname, None)
@@ -188,6 +253,9 @@ class _Run:
         self.grad_now = torch.is_grad_enabled()
         self.grad: dict[Any, bool] = {}
         self.pure: set[Any] = set()
+        self.settled: set[Any] = set()
+        self.made_at: dict[Any, Any] = {}
+        self.rewritten: dict[int, Any] = {}
         self.autocast: dict[Any, Any] = {}
 
     def shadow(self) -> Shadow:
@@ -196,7 +264,9 @@ class _Run:
             with self.recorder:
                 for node in self.program.nodes:
                     self.grad[node] = self.grad_now
-                    if node.op != "output":
+                    if node.op == "output":
+                        self._arguments(node)
+                    else:
                         self.values[node] = self._run(node)
                         self._hold(self.values[node])
         finally:
@@ -209,10 +279,13 @@ class _Run:
         }
         first: dict[Any, Any] = {}
         for node, of_node in of.items():
-            first.setdefault(of_node, node)
+            first.setdefault(of_node, self.made_at.get(of_node, node))
         order = {node: i for i, node in enumerate(self.program.nodes)}
         recorder = self.recorder
-        return Shadow(recorder.graph, of, first, order, self.grad, self.pure, recorder.mutated)
+        return Shadow(
+            recorder.graph, of, first, order, self.grad, self.pure, recorder.mutated, self.settled,
+            self.rewritten, recorder.homes, recorder.writers,
+        )  # fmt: skip
 
     def _hold(self, value: Any) -> None:
         for one in value if isinstance(value, (tuple, list)) else [value]:
@@ -232,8 +305,10 @@ class _Run:
             return None
         known = value_of(node)
         args, kwargs = self._arguments(node)
-        if _may_run(node) and args is not None and not _depends_on_data(known):
-            self.recorder.pure = True
+        followed = target is operator.setitem or not _depends_on_data(known)
+        if _may_run(node) and args is not None and followed:
+            self.recorder.pure = self.recorder.settled = True
+            self.recorder.versions, self.recorder.running = [], node
             function: Callable[..., Any]
             function = getattr(args[0], target) if node.op == "call_method" else target
             args = args[1:] if node.op == "call_method" else args
@@ -244,12 +319,20 @@ class _Run:
             except Exception:
                 pass
             else:
-                if self.recorder.pure:
-                    self.pure.add(node)
+                self._ran(node)
                 return out
         if node.op not in ("placeholder", "get_attr"):
             self._outside(node)
         return known
+
+    def _ran(self, node: Any) -> None:
+        recorder = self.recorder
+        if recorder.pure:
+            self.pure.add(node)
+        elif recorder.settled and recorder.versions:
+            self.settled.add(node)
+        for value, key in recorder.versions:
+            self.made_at[value] = self.rewritten[key] = node
 
     def _arguments(self, node: Any) -> tuple[Any, Any]:
         try:
@@ -261,6 +344,9 @@ class _Run:
         found = self.values[node]
         if found is None:
             raise LookupError(node)
+        for one in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(one, torch.Tensor):
+                self.recorder.reads(one)
         return found
 
     def _outside(self, node: Any) -> None:
@@ -273,7 +359,7 @@ class _Run:
             found = self.values.get(source)
             for one in found if isinstance(found, (tuple, list)) else [found]:
                 if isinstance(one, torch.Tensor):
-                    self.recorder.mutated.add(compat_pre_grad.storage_key(one))
+                    self.recorder.writes(compat_pre_grad.storage_key(one), None)
 
 
 def _depends_on_data(known: Any) -> bool:

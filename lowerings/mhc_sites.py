@@ -261,7 +261,7 @@ def program_node(shadow: Shadow, leaf: Any) -> Any:
     tensor = value_of(node)
     if compat_pre_grad.fake_mode_of(tensor) is None:
         raise NoSite(f"{node.name} is a {type(tensor).__name__}")
-    if shadow.is_mutated(leaf):
+    if shadow.is_mutated(leaf) or shadow.is_outdated(node):
         raise NoSite(f"{node.name} is written to in this graph")
     return node
 
@@ -345,7 +345,8 @@ def _needed(shadow: Shadow, graph: Any, found: list[Replacement]) -> dict[Any, A
     """The nodes of the program that are needed once all is replaced, each with a user."""
     of_output = {out: r for r in found for out in r.outputs}
     needed: dict[Any, Any] = {}
-    stack = [n for n in graph.nodes if n not in shadow.pure and n.op != "placeholder"]
+    computed = shadow.pure | shadow.settled
+    stack = [n for n in graph.nodes if n not in computed and n.op != "placeholder"]
     stack = [n for n in stack if n.target is not _ASSERTION]
     for node in stack:
         needed.setdefault(node, node)

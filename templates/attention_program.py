@@ -49,10 +49,12 @@ class Program:
     ``row_spans``: disjoint spans of keys in ascending order for a tile of rows; ``column_spans``
     the same of rows for a tile of keys. Outside of them nothing is kept.
     ``documents``: the numbers of two inputs (one along q, one along k, of whole numbers) whose
-    values must be equal for a pair to be kept, or None: tiles of other documents are skipped.
+    values must be equal for a pair to be kept, or None: tiles of other documents are skipped. The
+    full parts of spans take them for equal: a kernel cuts them to tiles of one document.
     ``gradient``: statements that assign ``ds``, the gradient for ``s``, of ``g``, that for the
     score in natural units, and all that ``score`` sees; and ``d0``, ``d2``, ... for each input
     of ``differentiable``, per pair, fp32, of the shape of a tile or narrower.
+    ``slope``: where ``ds`` is ``g`` times one number, that number; else None.
     ``empty``: what a row that keeps nothing gives, "zero" or "nan"; its lse is -inf.
     """
 
@@ -67,3 +69,4 @@ class Program:
     gradient: str = ""
     differentiable: tuple[int, ...] = ()
     empty: str = "zero"
+    slope: float | None = None

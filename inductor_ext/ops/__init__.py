@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported on first use
+    from inductor_ext.ops._attention_function import attention as attention
     from inductor_ext.ops._cross_entropy import cross_entropy as cross_entropy
     from inductor_ext.ops._distillation import sparse_distillation_loss as sparse_distillation_loss
     from inductor_ext.ops._linear_attention import linear_attention as linear_attention
@@ -24,8 +25,10 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
     from inductor_ext.ops._scan import scan as scan
     from inductor_ext.ops._softmax import log_softmax as log_softmax
     from inductor_ext.ops._softmax import softmax as softmax
+    from inductor_ext.ops._sparse_attention import sparse_attention as sparse_attention
 
 _HOME = {
+    "attention": "_attention_function",
     "cross_entropy": "_cross_entropy",
     "linear_attention": "_linear_attention",
     "linear_cross_entropy": "_linear_cross_entropy",
@@ -39,6 +42,7 @@ _HOME = {
     "scan": "_scan",
     "sinkhorn": "_mhc",
     "softmax": "_softmax",
+    "sparse_attention": "_sparse_attention",
     "sparse_distillation_loss": "_distillation",
 }
 

@@ -10,44 +10,20 @@ of pointwise aten operations, so that an operation can carry it and two equal fu
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inductor_ext import compat, compat_fx
+from inductor_ext import compat, compat_fx, pointwise_text
+from inductor_ext.pointwise_text import CONVERSIONS, FILLED, SAME
+from inductor_ext.pointwise_text import NotPointwise as NotPointwise
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_FILLED = {
-    aten.full_like.default: lambda node: node.args[1],
-    aten.zeros_like.default: lambda node: 0,
-    aten.ones_like.default: lambda node: 1,
-    aten.scalar_tensor.default: lambda node: node.args[0],
-    aten.full.default: lambda node: node.args[1],
-    aten.zeros.default: lambda node: 0,
-    aten.ones.default: lambda node: 1,
-}
-_CONVERSIONS = {aten._to_copy.default, prims.convert_element_type.default}
-_SAME = {
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-    aten.expand.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-}
-
-
-class NotPointwise(Exception):
-    """Why a combine function has no text; one sentence."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -104,7 +80,7 @@ class _Writer:
     def text(self, results: Sequence[Any]) -> str:
         needed = set(results)
         for node in reversed(self.graph.nodes):
-            if node in needed and node not in self.numbers and node.target not in _FILLED:
+            if node in needed and node not in self.numbers and node.target not in FILLED:
                 needed.update(node.all_input_nodes)
         for node in self.graph.nodes:
             if node in needed and node.op != "placeholder":
@@ -120,24 +96,21 @@ class _Writer:
             raise NotPointwise(f"{node.format_node()} is no operation of tensors")
         if not isinstance(value, Tensor) or sizes(value) not in self.shapes:
             raise NotPointwise(f"{op} does not give a value per position")
-        if node in self.numbers or op in _FILLED:
-            number = self.numbers[node] if node in self.numbers else _FILLED[op](node)
+        if node in self.numbers or op in FILLED:
+            number = self.numbers[node] if node in self.numbers else FILLED[op](node)
             return self._filled(number, value.dtype)
         source = node.args[0] if node.args else None
-        if op in _CONVERSIONS:
+        if op in CONVERSIONS:
             return self._line(f"_to_copy.default({self._of(source)}, dtype={_dtype(value.dtype)})")
-        if op in _SAME:
+        if op in SAME:
             before = source.meta["val"]  # type: ignore[union-attr]
             if sizes(before) not in ((), sizes(value)):
                 raise NotPointwise(f"{op} moves values between positions")
             return self._of(source)
-        if op.namespace != "aten" or torch.Tag.pointwise not in op.tags:
-            raise NotPointwise(f"{op} is not pointwise")
-        if op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
-            raise NotPointwise(f"{op} is no function of its arguments")
+        name = pointwise_text.operator(op)
         args = [self._of(a) for a in node.args]
-        args += [f"{name}={self._of(a)}" for name, a in node.kwargs.items() if a is not None]
-        return self._line(f"{str(op).removeprefix('aten.')}({', '.join(args)})")
+        args += [f"{key}={self._of(a)}" for key, a in node.kwargs.items() if a is not None]
+        return self._line(f"{name}({', '.join(args)})")
 
     def _line(self, call: str) -> str:
         if call not in self._written:
@@ -153,31 +126,21 @@ class _Writer:
         return self._filled(number, found.dtype)
 
     def _filled(self, number: Any, dtype: torch.dtype) -> str:
-        return self._line(f"full_like.default(a0, {_number(number)}, dtype={_dtype(dtype)})")
+        return self._line(
+            f"full_like.default(a0, {pointwise_text.number(number)}, dtype={_dtype(dtype)})"
+        )
 
     def _of(self, arg: Any) -> str:
         if isinstance(arg, torch.fx.Node):
             return self.names[arg]
-        return _dtype(arg) if isinstance(arg, torch.dtype) else _number(arg)
+        return _dtype(arg) if isinstance(arg, torch.dtype) else pointwise_text.number(arg)
 
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(wide(dtype)).removeprefix("torch.")
 
 
-def _number(value: Any) -> str:
-    if value is None or isinstance(value, (bool, int)):
-        return repr(value)
-    if isinstance(value, float):
-        return repr(value)  # inf and nan are names
-    if isinstance(value, str):
-        return repr(value)
-    raise NotPointwise(f"{value!r} is not known while compiling")
-
-
 # --- reading --------------------------------------------------------------------------------------
-
-_NAMES = {"inf": math.inf, "nan": math.nan}
 
 
 @functools.lru_cache(maxsize=256)
@@ -186,51 +149,15 @@ def read(text: str, leaves: int) -> torch.fx.GraphModule:
 
     Raises ValueError for what ``write`` does not write.
     """
-    graph = torch.fx.Graph()
-    known: dict[str, Any] = {}
-    for side in "ab":
-        for i in range(leaves):
-            known[f"{side}{i}"] = graph.placeholder(f"{side}{i}")
+    names = [f"{side}{i}" for side in "ab" for i in range(leaves)]
     try:
-        *statements, last = ast.parse(text.replace(";", "\n").replace("\n ", "\n")).body
-        for statement in statements:
-            assert isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
-            call = statement.value
-            assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-            assert isinstance(call.func.value, ast.Name)
-            op = getattr(getattr(aten, call.func.value.id), call.func.attr)
-            _check(op)
-            args = tuple(_argument(a, known) for a in call.args)
-            kwargs = {str(w.arg): _argument(w.value, known) for w in call.keywords}
-            known[statement.targets[0].id] = graph.call_function(op, args, kwargs)
-        assert isinstance(last, ast.Expr)
-        results = last.value.elts if isinstance(last.value, ast.Tuple) else [last.value]
-        returned = [known[r.id] for r in results if isinstance(r, ast.Name)]
-        assert len(returned) == len(results)
-    except (AssertionError, AttributeError, KeyError, SyntaxError, ValueError) as error:
+        graph, results = pointwise_text.read(text, names)
+    except ValueError as error:
         raise ValueError(
             f"expected the text of a combine function of {leaves} leaves, got {text!r}"
         ) from error
-    graph.output(returned)
+    graph.output(results)
     return torch.fx.GraphModule({}, graph)
-
-
-def _check(op: Any) -> None:
-    kept = (aten.full_like.default, aten._to_copy.default)
-    if op not in kept and (torch.Tag.pointwise not in op.tags or op._schema.is_mutable):
-        raise ValueError(f"{op} is not pointwise")
-
-
-def _argument(node: ast.expr, known: dict[str, Any]) -> Any:
-    if isinstance(node, ast.Name) and node.id in known:
-        return known[node.id]
-    if isinstance(node, ast.Name) and node.id in _NAMES:
-        return _NAMES[node.id]
-    if isinstance(node, ast.Name) and isinstance(getattr(torch, node.id, None), torch.dtype):
-        return getattr(torch, node.id)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_argument(node.operand, known)
-    return ast.literal_eval(node)
 
 
 # --- derivatives ----------------------------------------------------------------------------------
@@ -322,12 +249,12 @@ def _fold(graph: Any) -> dict[Any, float]:
         op, args = node.target, node.args
         own = (a if isinstance(a, (int, float)) else None for a in args[:2])
         of: list[Any] = [numbers.get(a, n) for a, n in zip(args, own, strict=False)]
-        if op in _FILLED:
-            numbers[node] = _FILLED[op](node)
-        elif op in _SAME or (op in _CONVERSIONS and of[0] is not None):
+        if op in FILLED:
+            numbers[node] = FILLED[op](node)
+        elif op in SAME or (op in CONVERSIONS and of[0] is not None):
             if of[0] is not None:
                 numbers[node] = of[0]
-            elif op in _SAME:
+            elif op in SAME:
                 node.replace_all_uses_with(args[0])
         elif op in (aten.mul.Tensor, aten.mul.Scalar):
             if None not in of:

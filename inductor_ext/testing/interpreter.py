@@ -186,13 +186,15 @@ class _Interpretation:
         load, store = builder.create_masked_load, builder.create_masked_store
         cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
 
-        def checked_load(this: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        def checked_load(this: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
             self._check("load", ptrs, mask)
-            return load(this, ptrs, mask, *rest)
+            return load(this, ptrs, mask, *rest, **named)
 
-        def checked_store(this: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        def checked_store(
+            this: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any
+        ) -> Any:
             self._check("store", ptrs, mask)
-            return store(this, ptrs, value, mask, *rest)
+            return store(this, ptrs, value, mask, *rest, **named)
 
         def checked_cas(this: Any, ptr: Any, *rest: Any) -> Any:
             self._check("atomic", ptr, None)

@@ -73,17 +73,22 @@ def _binary(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kerne
     # As Triton specialises: ones are constants, multiples of 16 are known as such.
     for i, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = _POINTERS[value.dtype]
             divisible = value.storage_offset() * value.element_size() % 16 == 0
+        elif hasattr(value, "block_shape"):  # a tensor descriptor
+            element = _POINTERS[value.base.dtype].removeprefix("*")
+            signature[parameter.name] = f"tensordesc<{element}{list(value.block_shape)}>"
+            divisible = False
         elif type(value) is float:
             signature[parameter.name], divisible = "fp32", False
         else:
             signature[parameter.name] = "i64" if abs(value) >= 2**31 else "i32"
-            divisible = value % 16 == 0
+            divisible = value % 16 == 0 and not parameter.do_not_specialize
         if divisible:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)

@@ -8,6 +8,8 @@ to 8-bit floats saturate, as the conversion instruction does.
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +116,9 @@ def patch_arithmetic(patches: Patches) -> None:
     ) -> Any:
         if asm == "mov.b32 $0, $1;":
             return _Results([values[0]])
+        known = instruction(asm)
+        if known is not None:
+            return _Results([handle(_by_torch(known)(values[0].data), values[0].dtype)])
         # Prefetches and dependency controls: no result that a program may use.
         return _Results([_zeros(interpreter, t) for t in types])
 
@@ -180,6 +185,29 @@ def _round_half_away(x: torch.Tensor) -> torch.Tensor:
     return torch.trunc(x + torch.copysign(torch.full_like(x, 0.5), x))
 
 
+def _tanh_approx(x: torch.Tensor) -> torch.Tensor:
+    """With a relative error of up to 2^-11, as the instruction's."""
+    mantissa, exponent = torch.frexp(torch.tanh(x))
+    return torch.ldexp(torch.round(mantissa * 2048) / 2048, exponent)
+
+
+def _mul_toward_zero(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    exact = x.double() * y.double()
+    nearest = exact.to(x.dtype)
+    return torch.where(nearest.abs() > exact.abs(), nearest.nextafter(torch.zeros_like(x)), nearest)
+
+
+def instruction(asm: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What an instruction of one operand computes, as far as kernels here have any."""
+    if asm == "tanh.approx.f32 $0, $1;":
+        return _tanh_approx
+    product = re.fullmatch(r"mul\.rz\.f32 \$0, \$1, 0f([0-9A-F]{8});", asm)
+    if product is None:
+        return None
+    (factor,) = struct.unpack(">f", bytes.fromhex(product[1]))
+    return lambda x: _mul_toward_zero(x, torch.full_like(x, factor))
+
+
 _special = torch.special
 _SAME_NAME = (
     "acos acosh asin asinh atan atanh atan2 ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 "
@@ -241,6 +269,7 @@ for _suffix in ("rn", "rz", "ru", "rd"):
         f"frcp_{_suffix}": torch.reciprocal,
         f"fma_{_suffix}": _FUNCTIONS["fma"],
     }
+_FUNCTIONS["mul_rz"] = _FUNCTIONS["fmul_rz"] = _mul_toward_zero
 
 
 def call_libdevice(symbol: str, values: list[np.ndarray]) -> np.ndarray:

@@ -488,6 +488,20 @@ def test_what_is_called_and_what_is_inlined():
     assert compat_fx.reads_inlined() > 1
 
 
+def test_scores_are_traced_in_a_thread_apart():
+    """``make_fx`` of fake tensors beside constants; what FakeTensorMode asks of CUDA first."""
+    assert callable(find("torch._C:_ensureCUDADeviceGuardSet"))
+
+    def filled(x):
+        return torch.where(x > 0, x, torch.tensor(2.0)).mul_(3)
+
+    graph = compat_fx.apart(lambda: compat_fx.pointwise_graph(filled, [torch.ones(2)]))
+    called = [n.target.overloadpacket for n in graph.nodes if n.op == "call_function"]
+    aten = torch.ops.aten
+    assert called[0] == aten.gt and {aten.where, aten.mul} <= set(called)
+    assert aten.mul_ not in called
+
+
 def test_what_the_partitioner_is_told():
     """A tag on nodes of a joint graph, and the budget of memory."""
     node = torch.fx.Graph().placeholder("primals_1")
@@ -680,3 +694,22 @@ def test_sizes_lifted_into_a_combine_function():
     scan = compat_scans.associative_scan()
     assert hasattr(scan.py_kernels[torch._C.DispatchKey.Autograd], "inductor_ext")
     scan._dispatch_cache.clear()
+
+
+def test_attention_of_cudnn():
+    aten = torch.ops.aten
+    forward = aten._scaled_dot_product_cudnn_attention.default._schema
+    assert [a.name for a in forward.arguments] == [
+        "query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal",
+        "return_debug_mask", "scale",
+    ]  # fmt: skip
+    assert [r.name for r in forward.returns][:2] == ["output", "logsumexp"]
+    backward = aten._scaled_dot_product_cudnn_attention_backward.default._schema
+    assert [a.name for a in backward.arguments] == [
+        "grad_out", "query", "key", "value", "out", "logsumexp", "philox_seed", "philox_offset",
+        "attn_bias", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "scale",
+    ]  # fmt: skip
+    find("torch.backends.cuda:can_use_cudnn_attention")
+    find("torch.backends.cuda:cudnn_sdp_enabled")
+    q = torch.empty(1, 2, 3, 8)
+    torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)

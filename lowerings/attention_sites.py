@@ -1,0 +1,494 @@
+"""Attention in a graph: softmax(f(q k^T)) v, and what replaces it.
+
+A site is found from its last product backwards: weights, scores, first product. Which dimension is
+the batch, which are the heads, and which heads share keys follows from what q, k and v vary along.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import torch
+from inductor_ext.lowerings.attention_function import Function, Roles
+from inductor_ext.lowerings.attention_masks import with_infinity
+from inductor_ext.lowerings.attention_operands import Operand, Sizes, arranged, operand, straight
+from inductor_ext.lowerings.attention_places import (
+    VIEWS,
+    Axes,
+    Index,
+    Place,
+    dtype_of,
+)
+from inductor_ext.lowerings.attention_scores import Scores
+from inductor_ext.lowerings.attention_softmax import Reader, Weights, may_hold
+from inductor_ext.lowerings.attention_values import Value
+from inductor_ext.lowerings.mhc_entries import aten, shape_of
+from inductor_ext.lowerings.mhc_sites import (
+    DTYPES,
+    NoSite,
+    Program,
+    Replacement,
+    program_node,
+)
+
+from inductor_ext import compat, compat_fx
+from inductor_ext.ops import _attention  # noqa: F401  (a program out of a cache calls it)
+from inductor_ext.ops import _attention_choice as choice
+from inductor_ext.shadow import Shadow, value_of
+
+NAME = "attention"
+# Scores, or keys and values, of fewer bytes stay in L2, where the stock products are as fast.
+LEAST_BYTES = 2**22
+_MOVES = (
+    *VIEWS,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+)
+
+
+@dataclasses.dataclass
+class Site:
+    """What was read around one softmax. ``result`` is the node of the program that is replaced, its
+    elements at ``place``; ``rows`` those axes of it that may be query rows."""
+
+    seen: Shadow
+    axes: Axes
+    result: Any
+    place: Place
+    keys: Index
+    rows: Index
+    weights: Weights
+    value: tuple[Any, Place]
+    scores: Scores | None = None
+    score: Value | None = None
+
+
+def sites(seen: Shadow, reader: Reader) -> Any:
+    """(last product, its site or NoSite) of everything that looks like attention."""
+    for node in seen.graph.nodes:
+        if node.target not in (aten.bmm.default, aten.mm.default) or is_call(node.meta["made_in"]):
+            continue
+        for side in (0, 1):
+            if not may_hold(node.args[side]):
+                continue
+            try:
+                site = _site(seen, reader, node, side)
+            except NoSite as reason:
+                yield node, reason
+            else:
+                if site is not None:
+                    yield node, site
+
+
+def _result(seen: Shadow, product: Any) -> Any:
+    """The first node of the program that is the product, perhaps in another shape."""
+    node = product
+    while node not in seen.first:
+        users = list(node.users)
+        if len(users) != 1 or users[0].target not in _MOVES:
+            raise NoSite("the result is used inside a function of torch")
+        node = users[0]
+    return node
+
+
+def _site(seen: Shadow, reader: Reader, product: Any, side: int) -> Site | None:
+    axes = Axes()
+    result = _result(seen, product)
+    place = at = tuple(axes.new(size) for size in shape_of(result))
+    node = result
+    while node is not product:
+        below = axes.below(node, at)
+        assert below is not None
+        node, at = below
+    *batch, first, second = at
+    weights_node, value_node = product.args[side], product.args[1 - side]
+    keys = axes.new(shape_of(weights_node)[-1 if side == 0 else -2])
+    rows, channels = (first, second) if side == 0 else (second, first)
+    if side == 0:
+        weights_at, value_at = (*batch, rows, keys), (*batch, keys, channels)
+    else:
+        weights_at, value_at = (*batch, keys, rows), (*batch, channels, keys)
+    weights = reader.weights(axes, weights_node, weights_at, keys)
+    if weights is None:
+        return None
+    if seen.is_mutated(product):
+        raise NoSite("the result is written to in this graph")
+    return Site(seen, axes, result, place, keys, rows, weights, (value_node, value_at))
+
+
+def is_call(node: Any) -> bool:
+    """Whether a node of a program calls torch's own attention."""
+    target = node.target
+    return target in (
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    ) or "scaled_dot_product_attention" in getattr(target, "__name__", "")
+
+
+def read(site: Site, whole: bool = False) -> None:
+    """Read the scores of a site. ``whole``: masks are inputs as the program has them."""
+    before: set[Any] | None = None
+    if whole:
+        assert site.scores is not None
+        before = {n for n, _ in site.scores.product.parts}
+
+    def made(only: Any) -> Scores:
+        return Scores(site.seen, site.axes, site.keys, site.rows, before, only)
+
+    scores = made(None)
+    try:
+        site.score = scores.read(site.weights.scores, site.weights.place)
+    except NoSite:
+        if not scores.several:
+            raise
+        scores = _one_of(site, made, scores.several)
+    if not scores.product.parts:
+        raise NoSite("its weights are of no product")
+    scores.check()
+    site.scores = scores
+
+
+def _one_of(site: Site, made: Any, several: set[Any]) -> Scores:
+    """Of several products that are no sum, one is that of q and k, the others are tensors."""
+    last: NoSite = NoSite("its scores are made of several products")
+    for node in sorted(several, key=list(site.seen.graph.nodes).index):
+        scores = made(node)
+        try:
+            site.score = scores.read(site.weights.scores, site.weights.place)
+            scores.check()
+        except NoSite as reason:
+            last = reason
+        else:
+            if scores.product.parts:
+                return scores
+    raise last
+
+
+# --- what replaces it -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Plan:
+    """The operands of an operation and their groups of axes."""
+
+    site: Site
+    roles: Roles
+    shared: tuple[int, ...]  # heads of one KV head: the last of roles.h
+    channels: list[tuple[int, ...]]  # of each part of q and k
+    values: tuple[int, ...]
+    q: list[Operand]
+    k: list[Operand]
+    v: Operand
+
+
+def _factors(site: Site, node: Any, place: Place) -> tuple[tuple[Any, Place, Any, Place], Index]:
+    """q and k of a product, and their channels."""
+    axes, (one, other) = site.axes, node.args[-2:]
+    *batch, first, second = axes.now(place)
+    inner = axes.new(shape_of(one)[-1])
+    turned = first.axes == axes.flat(site.keys.axes) and first.whole
+    left, right = (one, (*batch, first, inner)), (other, (*batch, inner, second))
+    return ((*right, *left) if turned else (*left, *right)), inner
+
+
+def _own(axes: Axes, operands: list[Operand]) -> set[int]:
+    return {a for o in operands for i in axes.now(o.place) for a in i.axes}
+
+
+def plan(site: Site) -> Plan:
+    """Raises NoSite, NoPlace."""
+    assert site.scores is not None
+    parts = [_factors(site, node, place) for node, place in site.scores.product.parts]
+    return operands(site, [pair for pair, _ in parts], [inner for _, inner in parts])
+
+
+def operands(site: Site, pairs: list[tuple[Any, Place, Any, Place]], inner: list[Index]) -> Plan:
+    """The plan of a site whose product is the sum of those of ``pairs`` (q, its place, k, its
+    place) along ``inner``."""
+    axes, (value_node, value_at) = site.axes, site.value
+    dtype = dtype_of(value_node)
+    used = (*(node for node, _ in (site.scores.product.parts if site.scores else [])),)
+    used = used or (site.result,) * len(pairs)
+    q = [operand(site.seen, axes, p[0], p[1], dtype, n) for p, n in zip(pairs, used, strict=True)]
+    k = [operand(site.seen, axes, p[2], p[3], dtype, n) for p, n in zip(pairs, used, strict=True)]
+    v = operand(site.seen, axes, value_node, value_at, dtype, used[0])
+    channels = [axes.flat(index.axes) for index in inner]
+    keys = axes.flat(site.keys.axes)
+    of_values = [i for i in axes.now(site.place) if i.axes]
+    place = axes.now(site.weights.place)
+    order = [a for i in place for a in i.axes if a not in keys]
+    values = tuple(a for i in of_values for a in i.axes if a not in order)
+    kv = _own(axes, [*k, v]) - set(keys) - set(sum(channels, ())) - set(values)
+    rows = _rows(axes, place, keys, kv, order)
+    rest = [a for a in order if a not in rows]
+    outer = list(rest)
+    shared: tuple[int, ...] = ()
+    while outer and outer[-1] not in kv:
+        shared = (outer.pop(), *shared)
+    heads = tuple(outer[-1:]) if len(outer) > 1 else ()
+    batch = tuple(outer[: len(outer) - len(heads)])
+    return Plan(site, Roles(batch, heads + shared, rows, keys), shared, channels, values, q, k, v)
+
+
+def _rows(
+    axes: Axes, place: Place, keys: tuple[int, ...], kv: set[int], order: list[int]
+) -> tuple[int, ...]:
+    """Which axes are the query rows: those next to the keys, if q alone varies along them (none, if
+    there is one row); else the longest along which only q varies."""
+    dims = [i.axes for i in place]
+    at = dims.index(keys)
+    near = dims[at - 1] if at else ()
+    if at and not kv.intersection(near):
+        return near
+    beside = {a for dim in dims if kv.intersection(dim) for a in dim}  # heads that share keys
+    free = [a for a in order if a not in kv and a not in beside]
+    return (max(free, key=lambda a: _hint(axes.size((a,)))),) if free else ()
+
+
+def _hint(size: Any) -> int:
+    try:
+        return int(compat.hint(size))
+    except Exception:
+        return 2**20  # unknown: as long as sequences are
+
+
+@dataclasses.dataclass
+class Emitted:
+    """Nodes that an operation was given and gave; ``total`` is the log-sum-exp with all sinks."""
+
+    out: Any
+    lse: Any
+    total: Any
+    q: Any
+    k: Any
+    inputs: list[Any]
+    numbers: list[Any]
+    text: str
+
+
+def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
+    """``uses(plan, sizes, inside)`` gives what else is asked of the weights: (value, function that
+    makes it, values in between)."""
+    site, axes, roles = made.site, made.site.axes, made.roles
+    seen, scores = site.seen, site.scores
+    assert scores is not None and site.score is not None
+    dtype = dtype_of(site.value[0])
+    if dtype not in DTYPES:
+        raise NoSite(f"q, k and v are expected in one of fp16, bf16 and fp32, got {dtype}")
+    if not compat_fx.writes_triton(value_of(seen.first[site.result]).device):
+        raise NoSite("it is not on a card")
+    _check_size(made, dtype)
+    _check_heads(made)
+    kv_heads = roles.h[: len(roles.h) - len(made.shared)]
+    inputs = [Operand(program_node(seen, n), p, dtype_of(n)) for n, p in scores.inputs]
+    sinks = [Operand(program_node(seen, n), p, dtype_of(n)) for n, p in _sinks(site)]
+    sample, empty, means = _sample(axes, roles, inputs), site.weights.empty, False
+    function = Function(site.score, axes, roles)
+    text, keeps = text_of(function, sample, empty)
+    # Few rows read everything anyway, and the mean would read it twice.
+    if not keeps and uses is None and _hint(axes.size(roles.q)) > choice.FEW_ROWS:
+        score = with_infinity(site.score, [o.dtype for o in inputs], is_trained(site))
+        if score is not None:
+            function, means = Function(score, axes, roles), not sinks
+            empty = "zero"
+            text, _ = text_of(function, sample, empty)
+    tensors = list(dict.fromkeys(o.node for o in (*made.q, *made.k, made.v, *inputs, *sinks)))
+    sizes = Sizes(seen, tensors)
+    factors = (*made.q, *made.k, made.v)
+    needed = [o.after for o in factors if o.after is not None]
+    needed += [n for size in function.numbers for n in sizes.needed(size)]
+    for axis in (*roles.b, *roles.h, *roles.q, *roles.k, *sum(made.channels, ()), *made.values):
+        needed += sizes.needed(axes.size((axis,)))
+    result = seen.first[site.result]
+    totals = _totals(site)
+
+    def emit(program: Program) -> Any:
+        def of(one: Operand, groups: list[tuple[int, ...]], fill: bool) -> Any:
+            found = arranged(program, sizes, axes, one.node, one.place, groups, fill)
+            if value_of(found).dtype != one.dtype:
+                found = program.call("to", found, one.dtype)
+            return found
+
+        def joined(parts: list[Operand], groups: list[tuple[int, ...]]) -> Any:
+            found = [of(p, [*groups, c], True) for p, c in zip(parts, made.channels, strict=True)]
+            return found[0] if len(found) == 1 else program.call(torch.cat, found, -1)
+
+        q = joined(made.q, [roles.b, roles.h, roles.q])
+        k = joined(made.k, [roles.b, kv_heads, roles.k])
+        v = of(made.v, [roles.b, kv_heads, roles.k, made.values], True)
+        given = [of(one, list(roles), False) for one in inputs]
+        numbers = [sizes.made(program, n) for n in function.numbers]
+        target = torch.ops.inductor_ext.attention.default
+        both = program.call(target, q, k, v, given, numbers, text, empty)
+        out, lse = (program.call(operator.getitem, both, i) for i in (0, 1))
+        if means:
+            out = _or_mean(program, out, lse, v, made.shared, sizes, axes)
+        total = lse
+        for sink in sinks:
+            own = of(sink, [roles.b, roles.h, roles.q], False)
+            out, total = _beside(program, out, total, own)
+        return Emitted(out, lse, total, q, k, given, numbers, text)
+
+    def shaped(program: Program, found: Any) -> Any:
+        groups = [i.axes for i in axes.now(site.place)]
+        own = straight(axes, [roles.b, roles.h, roles.q, made.values])
+        out = arranged(program, sizes, axes, found.out, own, groups, False)
+        return out if _any_layout(result) else program.shaped(out, result)
+
+    outputs = {result: shaped}
+    inside = {*site.weights.passed, *scores.visited}
+    for total, at, between in totals:
+        outputs[seen.first[total]] = _lse(sizes, axes, total, at, roles)
+        inside.update(between)
+    asked = set()
+    for value, make, between in uses(made, sizes, inside) if uses is not None else ():
+        inside.update(between)
+        asked.add(value)
+        # Of the nodes that stand for it, as a conversion that changes nothing does.
+        nodes = [n for n, own in seen.of.items() if own is value]
+        used = [n for n in nodes if any(seen.of.get(u) is not value for u in n.users)]
+        outputs.update(dict.fromkeys(used, _once(make)))
+    return Replacement(
+        NAME, NAME, _described(made), f"no scores in memory: {text}",
+        list(dict.fromkeys([*tensors, *needed])), outputs,
+        {n for n, value in seen.of.items() if value in inside or value in asked} - {*outputs}, emit,
+    )  # fmt: skip
+
+
+def _totals(site: Site) -> list[tuple[Any, Place, list[Any]]]:
+    """The log-sum-exps of a site's scores that the program asks for: (value, place, what lies
+    between)."""
+    place, found = site.axes.now(site.weights.place), []
+    dim = next((d for d, i in enumerate(place) if i.axes == site.axes.flat(site.keys.axes)), None)
+    for total, keeps, between in site.weights.totals:
+        if total not in site.seen.first or dim is None:
+            continue
+        rest = (Index(),) if keeps else ()
+        found.append((total, (*place[:dim], *rest, *place[dim + 1 :]), between))
+    return found
+
+
+def _lse(sizes: Sizes, axes: Axes, total: Any, place: Place, roles: Roles) -> Any:
+    def made(program: Program, found: Any) -> Any:
+        own = straight(axes, [roles.b, roles.h, roles.q])
+        groups = [i.axes for i in axes.now(place)]
+        lse = arranged(program, sizes, axes, found.lse, own, groups, False)
+        dtype = dtype_of(total)
+        return lse if dtype == torch.float32 else program.call("to", lse, dtype)
+
+    return made
+
+
+def _sinks(site: Site) -> list[tuple[Any, Place]]:
+    """Sinks as tensors of the program."""
+    found = []
+    for node, place in site.weights.sinks:
+        reader = Scores(site.seen, site.axes, site.keys, site.rows)
+        reader.read(node, place)
+        if len(reader.inputs) != 1 or reader.visited:
+            raise NoSite("a sink is no tensor of the program")
+        found += reader.inputs
+    return found
+
+
+def _beside(program: Program, out: Any, total: Any, sink: Any) -> tuple[Any, Any]:
+    """Attention with one more column, of which no value is used: out sigmoid(total - sink); and the
+    log-sum-exp with that column."""
+    dtype = value_of(out).dtype
+    weight = program.call(torch.sigmoid, program.call(operator.sub, total, sink))
+    wide = program.call(operator.mul, out, program.call("unsqueeze", weight, -1))
+    return program.call("to", wide, dtype), program.call(torch.logaddexp, total, sink)
+
+
+def _once(make: Any) -> Any:
+    kept: list[Any] = []
+
+    def made(program: Program, found: Emitted) -> Any:
+        if not kept:
+            kept.append(make(program, found))
+        return kept[0]
+
+    return made
+
+
+def repeated(program: Program, x: Any, sizes: Sizes, axes: Axes, shared: tuple[int, ...]) -> Any:
+    """Keys or values [B, Hkv, ...] of every query head."""
+    many = sizes.made(program, axes.size(shared))
+    if isinstance(many, int) and many == 1:
+        return x
+    x = program.call("unsqueeze", x, 2)
+    return program.call("flatten", program.call("expand", x, -1, -1, many, -1, -1), 1, 2)
+
+
+def _or_mean(
+    program: Program, out: Any, lse: Any, v: Any, shared: tuple[int, ...], sizes: Sizes, axes: Axes
+) -> Any:
+    """The mean of all values for rows that keep nothing."""
+    mean = repeated(program, program.call("mean", v, 2, True), sizes, axes, shared)
+    lost = program.call("unsqueeze", program.call(operator.eq, lse, -math.inf), -1)
+    return program.call(torch.where, lost, mean, out)
+
+
+def is_trained(site: Site) -> bool:
+    """Whether gradients of the result are recorded."""
+    return bool(value_of(site.seen.first[site.result]).requires_grad)
+
+
+def _check_size(made: Plan, dtype: torch.dtype) -> None:
+    axes, roles = made.site.axes, made.roles
+    b, h, q, k = (_hint(axes.size(role)) for role in roles)
+    wide = sum(_hint(axes.size(c)) for c in (*made.channels, made.values))
+    shared = _hint(axes.size(made.shared))
+    bytes_ = max(b * h * q * k * 4, b * (h // max(shared, 1)) * k * wide * dtype.itemsize)
+    if bytes_ < LEAST_BYTES:
+        raise NoSite(f"its scores, or keys and values, are {bytes_} bytes: products are as fast")
+
+
+def _check_heads(made: Plan) -> None:
+    """Whether there are kernels for heads of such sizes."""
+    axes = made.site.axes
+    sizes = [sum(axes.size(c) for c in made.channels), axes.size(made.values)]
+    if not all(compat.is_static(size) for size in sizes):
+        raise NoSite("the size of its heads is symbolic")
+    largest = choice.LARGEST_BACKWARD if is_trained(made.site) else choice.LARGEST
+    if max(sizes) > largest:
+        raise NoSite(f"its heads are of {max(sizes)}, more than the {largest} of the kernels")
+
+
+def _sample(axes: Axes, roles: Roles, inputs: list[Operand]) -> list[torch.Tensor]:
+    """Tensors of the inputs' dtypes with sizes of 1 where they do not vary."""
+    found = []
+    for one in inputs:
+        own = {a for i in axes.now(one.place) for a in i.axes}
+        shape = [2 if own.intersection(role) else 1 for role in roles]
+        found.append(torch.empty(shape, dtype=one.dtype, device="meta"))
+    return found
+
+
+def _described(made: Plan) -> str:
+    axes, roles = made.site.axes, made.roles
+    sizes = [axes.size(role) for role in roles]
+    wide = sum(axes.size(c) for c in made.channels)
+    text = ",".join(str(s) for s in (*sizes, wide))
+    return f"{NAME} [{text}] {str(made.v.dtype).removeprefix('torch.')}"
+
+
+_ORDER = {"transpose", "permute", "swapaxes", "movedim", "unsqueeze"}
+_ANY = {"contiguous", "reshape", "flatten", "clone"}
+
+
+def _any_layout(node: Any) -> bool:
+    """Whether whatever reads a node of the program takes it however it lies in memory."""
+    for user in node.users:
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        if name in _ANY and user.args[0] is node:
+            continue
+        if name in _ORDER and _any_layout(user):
+            continue
+        return False
+    return bool(node.users)

@@ -1,0 +1,576 @@
+"""Gradients of attention, as texts of three kernels around a score's ``Program``.
+
+With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradient do of the output
+
+    delta = sum(do * out) - dlse         dP = do v^T
+    g = p * (dP - delta)                 gradient for the score in natural units
+    ds = gradient(g)                     of the program
+    dv = p^T do      dk = ds^T q      dq = ds k
+
+``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over
+query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are
+the left operands of their products as they come out of registers. ``rows_kernel`` holds a tile of
+query rows and goes over keys. ``pairs_kernel`` holds a tile of both and goes over what an input
+with both is broadcast along. No two programs add to one place in memory, so all is deterministic.
+A row without keys has lse2 = inf, hence p = 0: its gradients are 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .attention_forward import hull
+from .attention_program import Program
+from .attention_text import (
+    Loops,
+    Operand,
+    indented,
+    input_loads,
+    inputs_at,
+    joined,
+    kept,
+    kernel_of,
+    loops,
+    product,
+    score_parameters,
+)
+
+# Sizes that are not to be compiled in.
+SIZES = ["rows", "columns", "kv_heads", "group", "heads", "together", "padded"]
+
+STATISTICS = ("shift", "delta")  # lse2 and delta
+
+
+def gradient_axis(axes: str) -> str:
+    """Which kernel makes the gradient of an input that varies along ``axes``: "rows" (not along
+    keys), "columns" (along keys only) or "pairs"."""
+    return "rows" if "k" not in axes else "pairs" if "q" in axes else "columns"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is compiled besides the program. ``head``, ``value``: D and Dv. ``tma``: q, k, v and
+    do through tensor descriptors, ``descriptors``: lse2 and delta as well, ``described``: which of
+    the score's inputs. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a kernel
+    makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``merged``: one loop over
+    all tiles, whose mask is a branch, in place of one over whole tiles and one over the others.
+    ``early``: dP is made before p, so that the other products follow one another. ``streamed``: the
+    inputs along rows only that the keys kernel reads through descriptors."""
+
+    head: int
+    value: int
+    tma: tuple[bool, bool, bool, bool]
+    descriptors: bool
+    described: tuple[int, ...]
+    precision: str
+    dq: tuple[int, ...] = ()
+    dk: tuple[int, ...] = ()
+    dv: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    merged: bool = False
+    early: bool = False
+    streamed: tuple[int, ...] = ()
+
+    @property
+    def again(self) -> bool:
+        """Whether what a program holds is loaded anew for each tile: fp32 in parts of TF32 would
+        else be held in registers, and spill."""
+        return self.precision == "tf32x3"
+
+    @property
+    def operands(self) -> tuple[Operand, Operand, Operand, Operand]:
+        q, k, v, do = self.tma
+        return (
+            Operand("query", self.head, q),
+            Operand("key", self.head, k),
+            Operand("value", self.value, v),
+            Operand("out_grad", self.value, do),
+        )
+
+
+@triton.jit
+def statistics_kernel(
+    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, kept_ptr, rows, padded,
+    heads, out_b, out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h,
+    lse_grad_s,
+    VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """delta, lse2 and dlse [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` they are
+    0, inf and 0, as for a row without keys."""
+    tiles = tl.cdiv(padded, ROWS)
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    b = bh // heads
+    h = bh % heads
+    q = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    there = q < rows
+    inside = there[:, None] & (column < VALUE)
+    at = q[:, None].to(tl.int64)
+    out_at = out_ptr + b * out_b + h * out_h
+    given_at = out_grad_ptr + b * out_grad_b + h * out_grad_h
+    out = tl.load(out_at + at * out_s + column, inside, other=0.0)
+    given = tl.load(given_at + at * out_grad_s + column, inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * given.to(tl.float32), 1)
+    lse = tl.load(lse_ptr + bh * rows + q, there, other=float("-inf"))
+    empty = lse == float("-inf")
+    lse_grad = tl.zeros([ROWS], tl.float32)
+    if lse_grad_ptr is not None:
+        where = b * lse_grad_b + h * lse_grad_h + q.to(tl.int64) * lse_grad_s
+        lse_grad = tl.load(lse_grad_ptr + where, there & ~empty, other=0.0)
+    delta -= lse_grad
+    if kept_ptr is not None:
+        tl.store(kept_ptr + bh * padded + q, lse_grad, q < padded)
+    tl.store(delta_ptr + bh * padded + q, tl.where(empty, 0.0, delta), q < padded)
+    shift = tl.where(empty, float("inf"), lse * 1.4426950408889634)
+    tl.store(shift_ptr + bh * padded + q, shift, q < padded)
+
+
+# ----------------------------------------------------------------------------------------
+# what the kernels share
+
+
+def _place(axis: str, limit: str, block: str, last_first: bool) -> str:
+    """The tile and head of a program: ``together`` heads take turns, tile by tile, so that what
+    they read stays in the L2 and the longest tiles still come first."""
+    tile = "tiles - 1 - rest // width" if last_first else "rest // width"
+    return f"""pid = tl.program_id(0)
+tiles = tl.cdiv({limit}, {block})
+many = tiles * together
+chunk = pid // many
+rest = pid % many
+width = tl.minimum(together, tl.num_programs(0) // tiles - chunk * together)
+{axis}_start = ({tile}) * {block}
+bh = chunk * together + rest % width"""
+
+
+def _statistic(form: Form, name: str, expanded: str) -> str:
+    """A load of ``shift`` or ``delta`` of the tile's rows; there are more of both than rows.
+
+    Through descriptors where those are: a pipelined load of a row by pointers takes a register per
+    element and thread, since its layout is that of what it is subtracted from."""
+    if form.descriptors:
+        load = f"{name}_desc.load([row, q_start]).reshape(BLOCK_M)"
+    else:
+        load = f"tl.load({name}_ptr + row_at + q_start + tl.arange(0, BLOCK_M))"
+    return f"{name} = {load}{expanded}"
+
+
+def statistics_parameters(form: Form) -> list[str]:
+    return [f"{name}_{'desc' if form.descriptors else 'ptr'}" for name in STATISTICS]
+
+
+def _names(operand: Operand) -> list[str]:
+    return [f"{operand.name}{i}" for i in range(len(operand.pieces))]
+
+
+def _loaded(operand: Operand, start: str, block: str, limit: str) -> str:
+    lines = [
+        f"{operand.name}{i} = {operand.load(i, start, block, limit)}"
+        for i in range(len(operand.pieces))
+    ]
+    return "\n".join(lines)
+
+
+def _transposed(names: Sequence[str]) -> list[str]:
+    return [f"tl.trans({name})" for name in names]
+
+
+def _along(program: Program, axis: str) -> tuple[list[int], list[int]]:
+    """The inputs that vary along ``axis``, which is that of the loop, and the others, which are
+    loaded in front of it."""
+    every = range(len(program.inputs))
+    moving = [i for i in every if axis in program.inputs[i].axes]
+    return moving, [i for i in every if i not in moving]
+
+
+def _held_inputs(program: Program, form: Form, axis: str) -> str:
+    q_and_k = "q = q_start + ql" if axis == "k" else "k = k_start + kl"
+    _, held = _along(program, axis)
+    loads = input_loads(program, False, False, held, described=())
+    return joined(q_and_k, loads) if held else ""
+
+
+def _score(
+    program: Program, form: Form, masked: str, q_inside: bool, k_inside: bool, axis: str
+) -> str:
+    """From ``s`` to ``r``, -inf where nothing is kept in tiles that are ``masked``: "" none of
+    them, "always" all, else where the condition holds. ``axis``: that of the loop, "" for none."""
+    moving, _ = _along(program, axis) if axis else (list(range(len(program.inputs))), [])
+    described = form.described
+    streamed = [i for i in moving if i in form.streamed]
+    loads = input_loads(
+        program, q_inside, k_inside, [i for i in moving if i not in streamed],
+        described=described, transposed=axis == "q",
+    )  # fmt: skip
+    lines = ["q = q_start + ql", "k = k_start + kl", loads]
+    for i in streamed:
+        b, h = (name if name in program.inputs[i].axes else "0" for name in "bh")
+        lines.append(f"x{i} = x{i}_row.load([{b}, {h}, 0, q_start]).reshape(1, BLOCK_M)")
+    lines.append(program.score)
+    mask = joined(kept(program, q_inside, k_inside), 'r = tl.where(keep, r, float("-inf"))')
+    if masked == "always":
+        lines.append(mask)
+    elif masked:
+        lines.append(f"if {masked}:\n{indented(mask)}")
+    return joined(*lines)
+
+
+def _hull(program: Program, tile: str) -> str:
+    return hull("doc", tile) if program.documents else ""
+
+
+def _given(program: Program, form: Form) -> list[str]:
+    """Parameters of every kernel behind its own."""
+    documents = ["doc_ptr", "doc_b", "doc_h"] if program.documents else []
+    return [*documents, *score_parameters(program, form.described), *SIZES]
+
+
+def _gradient(program: Program, inputs: Sequence[int]) -> str:
+    """From ``g`` to ``ds`` and the inputs' gradients. Where the score is a multiple of s, its
+    factor waits for the end."""
+    if program.scale is not None and not inputs:
+        return "ds = g"
+    return program.gradient
+
+
+def _ds_factor(program: Program, inputs: Sequence[int]) -> str:
+    return f" * {program.scale!r}" if program.scale is not None and not inputs else ""
+
+
+def _tiles(over: Loops, form: Form, body: Callable[[str], str]) -> str:
+    """The loops around ``body``, which is given the condition under which a tile is masked."""
+    if form.merged:
+        return over.merged(body("step >= whole"))
+    return joined(over.full(body("")), over.partial(body("always")))
+
+
+def _options(form: Form) -> str:
+    return f', input_precision="{form.precision}"' if form.precision else ""
+
+
+# ----------------------------------------------------------------------------------------
+# dk, dv, and gradients of inputs along keys
+
+
+def _keys_body(program: Program, form: Form, masked: str) -> str:
+    """A tile of query rows: p^T and ds^T, [BLOCK_N, BLOCK_M]."""
+    query, key, value, out_grad = form.operands
+    options = _options(form)
+    limit = "rows" if masked else ""
+    given = ""
+    if form.dk or form.inputs:
+        start = "tl.broadcast_to(-delta, [BLOCK_N, BLOCK_M])"
+        operands = _names(value), _transposed(_names(out_grad))
+        given = joined(
+            _statistic(form, "delta", "[None, :]"),
+            f"dp = {product(*operands, options, start)}",
+        )
+    lines = [
+        _held_keys(form) if form.again else "",
+        _loaded(query, "q_start", "BLOCK_M", limit),
+        _loaded(out_grad, "q_start", "BLOCK_M", limit),
+        f"s = {product(_names(key), _transposed(_names(query)), options)}",
+        given if form.early else "",
+        _score(program, form, masked, not masked, False, "q"),
+        _statistic(form, "shift", "[None, :]"),
+        "p = tl.exp2(r - shift)",
+    ]
+    if form.dv:
+        lines.append("narrow = p.to(out_grad0.dtype)")
+    for i in form.dv:
+        lines.append(f"dv{i} = tl.dot(narrow, out_grad{i}, dv{i}{options})")
+    if given:
+        lines += ["" if form.early else given, "g = p * dp", _gradient(program, form.inputs)]
+    lines.append(_summed("sum", form))
+    if form.dk:
+        lines.append("narrow_ds = ds.to(query0.dtype)")
+    for i in form.dk:
+        lines.append(f"dk{i} = tl.dot(narrow_ds, query{i}, dk{i}{options})")
+    return joined(*lines)
+
+
+def _held_keys(form: Form) -> str:
+    _, key, value, _ = form.operands
+    lines = [_loaded(key, "k_start", "BLOCK_N", "columns")]
+    if form.dk or form.inputs:
+        lines.append(_loaded(value, "k_start", "BLOCK_N", "columns"))
+    return joined(*lines)
+
+
+def keys_parameters(program: Program, form: Form) -> list[str]:
+    names = [name for operand in form.operands for name in operand.parameters]
+    for name in ("dk", "dv"):
+        if getattr(form, name):
+            names += Operand(name, 0).parameters
+    names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
+    names += [f"x{i}_row" for i in form.streamed]
+    return [*names, *_given(program, form)]
+
+
+def _keys(program: Program, form: Form) -> str:
+    query, key, value, out_grad = form.operands
+    documents = "doc" if program.documents else ""
+    over = loops(program.column_spans, "q", "rows", "BLOCK_M", hull=documents)
+    zeros = [
+        f"{name}{i} = tl.zeros([BLOCK_N, {operand.pieces[i].size}], tl.float32)"
+        for name, operand, which in (("dk", key, form.dk), ("dv", value, form.dv))
+        for i in which
+    ]
+    sums = [f"sum{i} = tl.zeros([BLOCK_N], tl.float32)" for i in form.inputs]
+    stored = [
+        f"tl.store(sum{i}_ptr + (tl.cast(b, tl.int64) * heads + h) * columns + keys, "
+        f"sum{i}, keys < columns)"
+        for i in form.inputs
+    ]
+    head = joined(
+        "h = kv_head * group + member",
+        query.at(),
+        out_grad.at(),
+        inputs_at(program, described=form.described),
+        "row = b * heads + h",
+        "row_at = tl.cast(row, tl.int64) * padded",
+        _held_inputs(program, form, "q"),
+        _hull(program, "k_start // BLOCK_N"),
+        over.head if documents else "",
+        *sums,
+        _tiles(over, form, functools.partial(_keys_body, program, form)),
+        *stored,
+    )
+    ends = []
+    for name, dim, which in (("dk", form.head, form.dk), ("dv", form.value, form.dv)):
+        if not which:
+            continue
+        result = Operand(name, dim)
+        factor = _ds_factor(program, form.inputs) if name == "dk" else ""
+        ends.append(result.at("b", "kv_head"))
+        for i in which:
+            ends.append(result.store(i, "k_start", "BLOCK_N", "columns", f"{name}{i}{factor}"))
+    return joined(
+        _place("k", "columns", "BLOCK_N", False),
+        "b = bh // kv_heads",
+        "kv_head = bh % kv_heads",
+        "ql = tl.arange(0, BLOCK_M)[None, :]",
+        "kl = tl.arange(0, BLOCK_N)[:, None]",
+        "keys = k_start + tl.arange(0, BLOCK_N)",
+        "k0 = k_start",
+        "k1 = tl.minimum(k_start + BLOCK_N, columns) - 1",
+        key.at("b", "kv_head"),
+        value.at("b", "kv_head"),
+        "" if form.again else _held_keys(form),
+        *zeros,
+        "" if documents else over.head,
+        "for member in range(0, group):",
+        indented(head),
+        *ends,
+    )
+
+
+@functools.cache
+def keys_kernel(program: Program, form: Form) -> Any:
+    return kernel_of(
+        "attention_keys",
+        keys_parameters(program, form),
+        ["BLOCK_M", "BLOCK_N", "STAGES"],
+        _keys(program, form),
+        unspecialised=[*SIZES, *(f"n{i}" for i in range(program.numbers))],
+    )
+
+
+# ----------------------------------------------------------------------------------------
+# dq, and gradients of inputs along rows
+
+
+def _rows_body(program: Program, form: Form, masked: str) -> str:
+    """A tile of keys: p and ds, [BLOCK_M, BLOCK_N]."""
+    query, key, value, out_grad = form.operands
+    options = _options(form)
+    limit = "columns" if masked else ""
+    start = "tl.broadcast_to(-delta, [BLOCK_M, BLOCK_N])"
+    operands = _names(out_grad), _transposed(_names(value))
+    given = f"dp = {product(*operands, options, start)}"
+    lines = [
+        _held_rows(form) if form.again else "",
+        _loaded(key, "k_start", "BLOCK_N", limit),
+        _loaded(value, "k_start", "BLOCK_N", limit),
+        f"s = {product(_names(query), _transposed(_names(key)), options)}",
+        given if form.early else "",
+        _score(program, form, masked, False, not masked, "k"),
+        "p = tl.exp2(r - shift)",
+        "" if form.early else given,
+        "g = p * dp",
+        _gradient(program, form.inputs),
+    ]
+    if form.dq:
+        lines.append("narrow_ds = ds.to(key0.dtype)")
+    for i in form.dq:
+        lines.append(f"dq{i} = tl.dot(narrow_ds, key{i}, dq{i}{options})")
+    if form.inputs:
+        lines += [_summed("sum", form), "sum_g += tl.sum(g, 1)"]
+        lines += ["g = p", program.gradient, _summed("weight", form)]
+    return joined(*lines)
+
+
+def _summed(name: str, form: Form) -> str:
+    return "\n".join(f"{name}{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)" for i in form.inputs)
+
+
+def _corrected(form: Form) -> str:
+    """Row sums of inputs' gradients with the delta of this very sum.
+
+    delta is made of an output that was rounded, an error that all of a row shares, which averages
+    out in sums along other axes. Here the sum of p dP - delta, which is dlse, tells it, and a
+    gradient is linear in g: that of g = p says what the error has added."""
+    lines = ["off = tl.load(lse_grad_ptr + row_at + at) - sum_g"]
+    lines += [f"sum{i} += off * weight{i}" for i in form.inputs]
+    lines += [f"tl.store(sum{i}_ptr + row_at + at, sum{i})" for i in form.inputs]
+    return joined("at = q_start + tl.arange(0, BLOCK_M)", *lines) if form.inputs else ""
+
+
+def _held_rows(form: Form) -> str:
+    query, *_, out_grad = form.operands
+    rows = "q_start", "BLOCK_M", "rows"
+    return joined(_loaded(query, *rows), _loaded(out_grad, *rows))
+
+
+def rows_parameters(program: Program, form: Form) -> list[str]:
+    names = [name for operand in form.operands for name in operand.parameters]
+    if form.dq:
+        names += Operand("dq", 0).parameters
+    names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
+    names += ["lse_grad_ptr"] if form.inputs else []
+    return [*names, *_given(program, form)]
+
+
+def _rows(program: Program, form: Form) -> str:
+    query, key, value, out_grad = form.operands
+    documents = "doc" if program.documents else ""
+    over = loops(program.row_spans, "k", "columns", "BLOCK_N", hull=documents)
+    ends = []
+    sums = [f"{name}{i}" for i in form.inputs for name in ("sum", "weight")]
+    sums += ["sum_g"] if sums else []
+    if form.dq:
+        result = Operand("dq", form.head)
+        factor = _ds_factor(program, form.inputs)
+        ends.append(result.at())
+        for i in form.dq:
+            ends.append(result.store(i, "q_start", "BLOCK_M", "rows", f"dq{i}{factor}"))
+    return joined(
+        _place("q", "rows", "BLOCK_M", True),
+        "b = bh // heads",
+        "h = bh % heads",
+        "kv_head = h // group",
+        "ql = tl.arange(0, BLOCK_M)[:, None]",
+        "kl = tl.arange(0, BLOCK_N)[None, :]",
+        "q0 = q_start",
+        "q1 = tl.minimum(q_start + BLOCK_M, rows) - 1",
+        query.at(),
+        out_grad.at(),
+        key.at("b", "kv_head"),
+        value.at("b", "kv_head"),
+        inputs_at(program, described=form.described),
+        "row = b * heads + h",
+        "row_at = tl.cast(row, tl.int64) * padded",
+        _statistic(form, "shift", "[:, None]"),
+        _statistic(form, "delta", "[:, None]"),
+        "" if form.again else _held_rows(form),
+        *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
+        *(f"{name} = tl.zeros([BLOCK_M], tl.float32)" for name in sums),
+        _held_inputs(program, form, "k"),
+        _hull(program, "q_start // BLOCK_M"),
+        over.head,
+        _tiles(over, form, functools.partial(_rows_body, program, form)),
+        *ends,
+        _corrected(form),
+    )
+
+
+@functools.cache
+def rows_kernel(program: Program, form: Form) -> Any:
+    return kernel_of(
+        "attention_rows",
+        rows_parameters(program, form),
+        ["BLOCK_M", "BLOCK_N", "STAGES"],
+        _rows(program, form),
+        unspecialised=[*SIZES, *(f"n{i}" for i in range(program.numbers))],
+    )
+
+
+# ----------------------------------------------------------------------------------------
+# the gradient of one input along rows and columns
+
+
+def pairs_parameters(program: Program, form: Form) -> list[str]:
+    names = [name for operand in form.operands for name in operand.parameters]
+    names += [*statistics_parameters(form), "grad_ptr"]
+    return [*names, *score_parameters(program, form.described), *SIZES, "batches"]
+
+
+def _pairs(program: Program, form: Form) -> str:
+    query, key, value, out_grad = form.operands
+    (i,) = form.inputs
+    options = _options(form)
+    axes = program.inputs[i].axes
+    touched = " | ".join(
+        f"((k_start < {span.hi}) & (k_start + BLOCK_N > {span.lo}))" for span in program.row_spans
+    )
+    body = joined(
+        f"b = {'outer // own_heads' if 'b' in axes else 'turn // other_heads'}",
+        f"h = {'outer % own_heads' if 'h' in axes else 'turn % other_heads'}",
+        "kv_head = h // group",
+        query.at(),
+        out_grad.at(),
+        key.at("b", "kv_head"),
+        value.at("b", "kv_head"),
+        inputs_at(program, described=form.described),
+        "row = b * heads + h",
+        "row_at = tl.cast(row, tl.int64) * padded",
+        _loaded(query, "q_start", "BLOCK_M", "rows"),
+        _loaded(key, "k_start", "BLOCK_N", "columns"),
+        _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
+        _loaded(value, "k_start", "BLOCK_N", "columns"),
+        f"s = {product(_names(query), _transposed(_names(key)), options)}",
+        _score(program, form, "always", False, False, ""),
+        _statistic(form, "shift", "[:, None]"),
+        _statistic(form, "delta", "[:, None]"),
+        "p = tl.exp2(r - shift)",
+        f"g = p * ({product(_names(out_grad), _transposed(_names(value)), options)} - delta)",
+        program.gradient,
+        f"total += d{i}",
+    )
+    return joined(
+        f"own_heads = {'heads' if 'h' in axes else '1'}",
+        f"other_heads = {'1' if 'h' in axes else 'heads'}",
+        "tiles = tl.cdiv(columns, BLOCK_N)",
+        "pid = tl.program_id(0)",
+        "k_start = pid % tiles * BLOCK_N",
+        "q_start = pid // tiles % tl.cdiv(rows, BLOCK_M) * BLOCK_M",
+        "outer = pid // tiles // tl.cdiv(rows, BLOCK_M)",
+        "ql = tl.arange(0, BLOCK_M)[:, None]",
+        "kl = tl.arange(0, BLOCK_N)[None, :]",
+        "q0 = q_start",
+        "q1 = tl.minimum(q_start + BLOCK_M, rows) - 1",
+        "total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
+        f"turns = {'1' if 'b' in axes else 'batches'} * other_heads",
+        f"for turn in range(0, tl.where({touched}, turns, 0)):",
+        indented(body),
+        "at = (tl.cast(outer, tl.int64) * rows + q_start + ql) * columns + k_start + kl",
+        "inside = (q_start + ql < rows) & (k_start + kl < columns)",
+        "tl.store(grad_ptr + at, total.to(grad_ptr.dtype.element_ty), inside)",
+    )
+
+
+@functools.cache
+def pairs_kernel(program: Program, form: Form) -> Any:
+    return kernel_of(
+        "attention_pairs",
+        pairs_parameters(program, form),
+        ["BLOCK_M", "BLOCK_N"],
+        _pairs(program, form),
+        unspecialised=[*SIZES, "batches", *(f"n{i}" for i in range(program.numbers))],
+    )

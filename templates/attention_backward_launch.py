@@ -1,0 +1,367 @@
+"""Launches of attention's backward: see ``attention_backward`` for the formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import attention_documents
+from .attention_backward import (
+    Form,
+    gradient_axis,
+    keys_kernel,
+    pairs_kernel,
+    rows_kernel,
+    statistics_kernel,
+)
+from .attention_launch import dense, products
+from .attention_program import Program
+from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
+
+ROWS = 128  # the most query rows of a tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Query rows and keys of a tile, warps, pipeline stages; ``merged``, ``early``: as in ``Form``;
+    ``near``: MiB that heads which take turns stream, which should stay in the L2; ``apart``: dk and
+    dv by two launches, of half the registers each."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    merged: bool = False
+    early: bool = False
+    near: int = 32
+    apart: bool = False
+
+
+def _width(dim: int) -> int:
+    return sum(piece.size for piece in pieces(dim))
+
+
+def keys_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> Tiling:
+    """Of dk and dv. Small tiles, two programs on a multiprocessor, hide the beginnings and ends of
+    programs that are short or unlike; where all is kept wide ones read less (measured at 128)."""
+    widest = max(_width(head), _width(value))
+    if dtype == torch.float32:
+        rows = 32 if widest <= 128 else 16
+        return Tiling(rows, 64, 8, 1, merged=True, apart=widest > 64)
+    if widest > 256:
+        return Tiling(32, 64, 8, 1, apart=True)
+    if widest > 128:
+        return Tiling(64, 64, 8, 2, merged=True, early=True)
+    if not program.keep and widest > 64:
+        return Tiling(64, 128, 8, 3)
+    return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=_short(program))
+
+
+def rows_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> Tiling:
+    """Of dq."""
+    widest = max(_width(head), _width(value))
+    if dtype == torch.float32:
+        return Tiling(64, 32 if widest <= 128 else 16, 8, 1, merged=True)
+    if widest > 256:
+        return Tiling(64, 32, 8, 1, merged=True)
+    if widest > 128:
+        return Tiling(64, 64, 8, 2, merged=True)
+    if _short(program):
+        return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
+    return Tiling(128, 64, 8, 3) if widest > 64 else Tiling(64, 64, 4, 3)
+
+
+def _short(program: Program) -> bool:
+    """Whether loops are short wherever they are, so that one is better than two."""
+    return program.documents is not None
+
+
+def pairs_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
+    """Of the gradient of an input along rows and keys."""
+    widest = max(_width(head), _width(value))
+    if dtype == torch.float32:
+        return Tiling(32, 32, 4, 1)
+    return Tiling(64, 64, 4, 1) if widest > 128 else Tiling(128, 64, 8, 2)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def fitted(
+    chosen: Tiling, held: int, moving: int, pair: int, limit: int, keys_held: bool
+) -> Tiling:
+    """The tiling, or one with fewer stages, then fewer rows or keys, whose tiles fit into ``limit``
+    bytes: ``held`` bytes of a row or key of the tile that stays (a tile of keys if ``keys_held``),
+    ``moving`` of one that is streamed, ``pair`` of a pair of both."""
+    while True:
+        stays, streams = chosen.block_m, chosen.block_n
+        if keys_held:
+            stays, streams = streams, stays
+        each = moving * streams + pair * stays * streams
+        exchanged = 2 * stays * streams + 2048
+        if held * stays + each * chosen.stages + exchanged <= limit:
+            return chosen
+        if chosen.stages > 1:
+            chosen = dataclasses.replace(chosen, stages=chosen.stages - 1)
+        elif max(stays, streams) == 16:
+            return chosen
+        elif (stays >= streams) != keys_held:
+            chosen = dataclasses.replace(chosen, block_m=chosen.block_m // 2)
+        else:
+            chosen = dataclasses.replace(chosen, block_n=chosen.block_n // 2)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    out = torch.empty_like(tensor)
+    return out if out.stride(-1) == 1 else out.new_empty(tensor.shape)
+
+
+def _row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
+    """Of [B or 1, H or 1, 1, Sq]."""
+    # The stride of a dimension of size 1 is any number, and has to be a fit one.
+    strides = [16 if n == 1 else s for n, s in zip(rows.shape, rows.stride(), strict=True)]
+    return TensorDescriptor(rows, list(rows.shape), [*strides[:3], 1], [1, 1, 1, block])
+
+
+def _reduced(partials: Tensor, given: Tensor, axes: str) -> Tensor:
+    """[B, H, Sq or 1, Sk or 1] summed over what the input is broadcast along."""
+    over = [i for i, axis in enumerate("bhqk") if axis not in axes and partials.shape[i] != 1]
+    total = partials.sum(over, keepdim=True) if over else partials
+    return total.to(given.dtype).reshape(given.shape)
+
+
+class _Backward:
+    """One call: what all its launches are given."""
+
+    def __init__(
+        self, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+        inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, out: Tensor,
+        lse: Tensor, precision: str, keep_dlse: bool = False,
+    ) -> None:  # fmt: skip
+        self.program, self.inputs, self.numbers = program, inputs, numbers
+        self.q, self.k, self.v, self.do = map(dense, (q, k, v, do))
+        self.batches, self.heads, self.rows = q.shape[:3]
+        self.kv_heads, self.columns = k.shape[1:3]
+        self.precision = products(q.dtype, precision)
+        self.tma = tuple(map(by_tma, (self.q, self.k, self.v, self.do)))
+        # Rows are padded to whole tiles of every tiling: their loads need no mask.
+        self.padded = triton.cdiv(self.rows, ROWS) * ROWS
+        # Through descriptors: what is along keys, and, where those stay, what is along rows.
+        self.described = describable(program, inputs)
+        axes = [given.axes for given in program.inputs]
+        self.matrices = tuple(i for i in self.described if "q" in axes[i])
+        self.streamed = tuple(
+            i
+            for i, tensor in enumerate(inputs)
+            if "q" in axes[i] and "k" not in axes[i] and tensor.dtype in DESCRIBED
+            if by_tma(tensor.mT)
+        )
+        self.delta = self.fp32(2, *q.shape[:2], self.padded)
+        self.dlse = self.fp32(*q.shape[:2], self.padded) if keep_dlse else None
+        self._statistics(dense(out), lse.contiguous(), dlse)
+
+    def form(self, **parts: Any) -> Form:
+        tma: Any = self.tma
+        head, value = self.q.shape[3], self.v.shape[3]
+        given: dict[str, Any] = {"described": self.described} | parts
+        return Form(head, value, tma, by_tma(self.delta), precision=self.precision, **given)
+
+    def fp32(self, *size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=self.q.device)
+
+    def _statistics(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+        columns = triton.next_power_of_2(out.shape[3])
+        dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
+        block = max(1, 4096 // columns)
+        programs = triton.cdiv(self.padded, block) * self.batches * self.heads
+        wrap_triton(statistics_kernel)[(programs,)](
+            out, self.do, lse, dlse, *self.delta, self.dlse, self.rows, self.padded, self.heads,
+            *out.stride()[:3], *self.do.stride()[:3], *dlse_strides,
+            VALUE=out.shape[3], COLUMNS=columns, ROWS=block, num_warps=4,
+        )  # fmt: skip
+
+    def _given(self, form: Form, block_m: int, block_n: int) -> dict[str, Any]:
+        """Arguments of every kernel."""
+        blocks = (block_m, block_n, block_n, block_m)
+        values: dict[str, Any] = {}
+        tensors = (self.q, self.k, self.v, self.do)
+        for operand, tensor, block in zip(form.operands, tensors, blocks, strict=True):
+            values |= operand.values(tensor, block)
+        values |= self._rows(form, block_m)
+        values |= score_values(
+            self.program, self.inputs, self.numbers, form.described, (block_m, block_n)
+        )
+        values |= {
+            "rows": self.rows, "columns": self.columns, "kv_heads": self.kv_heads,
+            "group": self.heads // self.kv_heads, "heads": self.heads, "padded": self.padded,
+            "BLOCK_M": block_m, "BLOCK_N": block_n,
+        }  # fmt: skip
+        return values
+
+    def _rows(self, form: Form, block: int) -> dict[str, Any]:
+        """lse2 and delta, as the kernels are given them."""
+        if not form.descriptors:
+            return {"delta_ptr": self.delta[0], "shift_ptr": self.delta[1]}
+        delta, shift = self.delta.flatten(1, 2)
+        return {
+            name: TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, block])
+            for name, rows in (("delta_desc", delta), ("shift_desc", shift))
+        }
+
+    def _together(self, length: int, heads: int, near: int) -> int:
+        """How many heads take turns, whose tensors of ``length`` are ``near`` MiB."""
+        each = length * (self.q.shape[3] + self.v.shape[3]) * self.q.element_size()
+        return max(1, min(heads, (near << 20) // max(each, 1)))
+
+    def keys(
+        self, dk: Tensor | None, dv: Tensor | None, sums: dict[int, Tensor], chosen: Tiling
+    ) -> None:
+        """dk, dv, and ``sums`` [B, Hq, Sk] of the inputs along keys."""
+        if chosen.apart and dk is not None and dv is not None:
+            self.keys(None, dv, {}, chosen)
+            dv = None
+        chosen = self._fitted(chosen, True)
+        form = self.form(
+            dk=() if dk is None else tuple(range(len(pieces(self.q.shape[3])))),
+            dv=() if dv is None else tuple(range(len(pieces(self.v.shape[3])))),
+            inputs=tuple(sums), merged=chosen.merged, early=chosen.early,
+            described=self.matrices, streamed=self.streamed,
+        )  # fmt: skip
+        values = self._given(form, chosen.block_m, chosen.block_n)
+        values |= {
+            f"x{i}_row": _row_descriptor(self.inputs[i].mT, chosen.block_m) for i in self.streamed
+        }
+        heads = self.batches * self.kv_heads
+        values["together"] = self._together(
+            self.rows * self.heads // self.kv_heads, heads, chosen.near
+        )
+        for name, tensor in (("dk", dk), ("dv", dv)):
+            if tensor is not None:
+                values |= Operand(name, tensor.shape[3]).values(tensor, 0)
+        values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
+        values |= self._documents("k", chosen.block_n)
+        programs = triton.cdiv(self.columns, chosen.block_n) * heads
+        self._launch(keys_kernel(self.program, form), programs, values, chosen)
+
+    def queries(self, dq: Tensor | None, sums: dict[int, Tensor], chosen: Tiling) -> None:
+        """dq, and ``sums`` [B, Hq, padded] of the inputs along rows or neither."""
+        chosen = self._fitted(chosen, False)
+        form = self.form(
+            dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
+            inputs=tuple(sums), merged=chosen.merged, early=chosen.early,
+        )  # fmt: skip
+        values = self._given(form, chosen.block_m, chosen.block_n)
+        heads = self.batches * self.heads
+        values["together"] = self._together(self.columns, heads, chosen.near)
+        if dq is not None:
+            values |= Operand("dq", dq.shape[3]).values(dq, 0)
+        values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
+        values |= {"lse_grad_ptr": self.dlse} if sums else {}
+        values |= self._documents("q", chosen.block_m)
+        programs = triton.cdiv(self.rows, chosen.block_m) * heads
+        self._launch(rows_kernel(self.program, form), programs, values, chosen)
+
+    def pairs(self, i: int, grad: Tensor, chosen: Tiling) -> None:
+        """The gradient of input ``i``, whose axes have rows and columns."""
+        chosen = self._fitted(chosen, False, held=False)
+        form = self.form(inputs=(i,))
+        values = self._given(form, chosen.block_m, chosen.block_n)
+        values |= {"together": 1, "batches": self.batches, "grad_ptr": grad}
+        tiles = triton.cdiv(self.rows, chosen.block_m) * triton.cdiv(self.columns, chosen.block_n)
+        self._launch(
+            pairs_kernel(self.program, form), tiles * math.prod(grad.shape[:2]), values, chosen
+        )
+
+    def _fitted(self, chosen: Tiling, keys_held: bool, held: bool = True) -> Tiling:
+        """``chosen``, or what fits; ``held``: one side stays while the other is streamed."""
+        size = self.q.element_size()
+        each = size * (_width(self.q.shape[3]) + _width(self.v.shape[3]))
+        pair = sum(self.inputs[i].element_size() for i in self.matrices)
+        limit = _shared_bytes(self.q.device)
+        if held:
+            return fitted(chosen, each, each + 8, pair, limit, keys_held)
+        blocks = chosen.block_m * chosen.stages * each  # streamed as well
+        return fitted(chosen, 0, each, pair, limit - blocks, keys_held)
+
+    def _documents(self, axis: str, block: int) -> dict[str, Any]:
+        if not self.program.documents:
+            return {}
+        found = attention_documents.hulls(self.program, self.inputs, axis, block)
+        return attention_documents.hull_values(found)
+
+    def _launch(self, kernel: Any, programs: int, values: dict[str, Any], chosen: Tiling) -> None:
+        values["STAGES"] = chosen.stages
+        values = {name: values[name] for name in kernel.arg_names}
+        wrap_triton(kernel)[(programs,)](**values, num_warps=chosen.warps, num_stages=chosen.stages)
+
+
+def backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor],
+    numbers: Sequence[int], program: Program, out: Tensor, lse: Tensor, needed: Sequence[bool],
+    precision: str, keys: Tiling | None = None, rows: Tiling | None = None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """(dq, dk, dv, gradients of the inputs), each of its tensor's shape and dtype.
+
+    do [B, Hq, Sq, Dv], dlse [B, Hq, Sq] or None, q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
+    v [B, Hkv, Sk, Dv], inputs [B, Hq, Sq, Sk] or 1 along any, out and lse of the forward.
+    needed: for q, k, v and each input; what is not needed is an empty tensor. keys, rows: tilings
+    other than the default ones. Deterministic. Raises ValueError for an input that varies along
+    fewer axes than it has sizes, which has no one gradient.
+    """
+    dtype, head, value = q.dtype, q.shape[3], v.shape[3]
+    for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True)):
+        spread = [a for a, n in zip("bhqk", tensor.shape, strict=True) if n > 1]
+        if needed[3 + i] and not set(spread) <= set(given.axes):
+            raise ValueError(
+                f"attention's backward expected input {i} to have size 1 where it is broadcast, "
+                f"got shape {tuple(tensor.shape)} varying along {given.axes!r}"
+            )
+    nothing = torch.empty(0, dtype=dtype, device=q.device)
+    dq = _like(q) if needed[0] else nothing
+    dk = _like(k) if needed[1] else nothing
+    dv = _like(v) if needed[2] else nothing
+    grads: list[Tensor] = [torch.empty(0, dtype=t.dtype, device=t.device) for t in inputs]
+    wanted = [i for i in range(len(inputs)) if needed[3 + i]]
+    if 0 in (*q.shape[:3], k.shape[2]):  # no pairs
+        for tensor in (dq, dk, dv):
+            tensor.zero_()
+        for i in wanted:
+            grads[i] = torch.zeros_like(inputs[i])
+        return dq, dk, dv, grads
+    by_rows = any(gradient_axis(program.inputs[i].axes) == "rows" for i in wanted)
+    call = _Backward(do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows)
+    sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}, "pairs": {}}
+    for i in wanted:
+        axes = program.inputs[i].axes
+        kind = gradient_axis(axes)
+        if kind == "pairs":
+            grads[i] = torch.empty(inputs[i].shape, dtype=inputs[i].dtype, device=q.device)
+            call.pairs(i, grads[i], pairs_tiling(dtype, head, value))
+        else:
+            length = call.padded if kind == "rows" else k.shape[2]
+            sums[kind][i] = call.fp32(*q.shape[:2], length)
+    keys = keys or keys_tiling(program, dtype, head, value)
+    rows = rows or rows_tiling(program, dtype, head, value)
+    if needed[1] or needed[2] or sums["columns"]:
+        call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
+    if needed[0] or sums["rows"]:
+        call.queries(dq if needed[0] else None, sums["rows"], rows)
+    for kind, at in (("rows", 3), ("columns", 2)):
+        for i, partials in sums[kind].items():
+            partials = partials[:, :, : q.shape[2] if kind == "rows" else None].unsqueeze(at)
+            grads[i] = _reduced(partials, inputs[i], program.inputs[i].axes)
+    return dq, dk, dv, grads

@@ -1,0 +1,531 @@
+"""The attention forward for Hopper: copies, products and softmax by warps of their own.
+
+A tile is ROWS query rows of each of CONSUMERS consumers, against all the keys that its span names.
+One warp copies blocks of N keys into a ring of STAGES places in shared memory, K of a block
+together with V of the one before. A consumer starts the scores of a block, then the product of the
+one before with V, and does the softmax of its scores while that product runs. With PINGPONG
+consumers take turns in starting products, so that one's softmax lies beside the others' products
+(Shah et al., FlashAttention-3, 2024).
+
+Of a tile's blocks those that need a mask come first, then those that are kept whole. What a score
+is, what it reads, what is kept, and where, are the functions that stand first here: a launch has a
+copy of this module in which they are those of its ``attention_program.Program``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+if hasattr(tma, "async_load"):  # triton 3.9
+    load, store = tma.async_load, tma.async_store
+else:
+    load, store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+SCORED = gl.constexpr(False)  # whether the score is more than the products times ``scale``
+SPANS = gl.constexpr(1)
+DOCUMENTS = gl.constexpr(False)
+
+
+@gluon.jit
+def spans(q0, q1, rows, columns, numbers):
+    """lo, hi, full_lo, full_hi of each of ``Program.row_spans``."""
+    return 0, columns, 0, columns
+
+
+@gluon.jit
+def origins(inputs, b, h, q0):
+    """Pointers to row ``q0`` of the inputs that vary along the keys."""
+    return (b,)
+
+
+@gluon.jit
+def along_rows(inputs, b, h, q):
+    """The values of the inputs that do not vary along the keys."""
+    return (b,)
+
+
+@gluon.jit
+def along_keys(inputs, at, q, k0, k, limit, MASKED: gl.constexpr):
+    """The values of the other ones: of rows ``q`` and keys ``k`` behind ``at`` and ``k0``. With
+    MASKED keys from ``limit`` on are not read."""
+    return (k0,)
+
+
+@gluon.jit
+def score(s, q, k, b, h, rows, columns, numbers, fixed, moving):
+    """``Program.score``, of the values of ``along_rows`` and ``along_keys``."""
+    return s
+
+
+@gluon.jit
+def keep(q, k, b, h, rows, columns, numbers, fixed, moving):
+    """``Program.keep``."""
+    return k < columns
+
+
+@gluon.jit
+def tile_of(tile, heads, sections, row_tiles):
+    """(number of the row tile, head) of a tile: the heads in so many sections, whose K and V stay
+    in the L2 cache; in each the longest rows first and the heads innermost."""
+    size = heads // sections
+    larger = heads % sections  # so many sections have a head more
+    border = larger * (size + 1) * row_tiles
+    behind = tile >= border
+    tile -= gl.where(behind, border, 0)
+    first = gl.where(behind, larger * (size + 1), 0)
+    size += gl.where(behind, 0, 1)
+    first += tile // (size * row_tiles) * size
+    tile = tile % (size * row_tiles)
+    return row_tiles - 1 - tile // size, first + tile % size
+
+
+@gluon.jit
+def blocks_of(tile, ROWS: gl.constexpr, N: gl.constexpr, b, h, rows, columns, numbers, documents):
+    """(number of blocks that need a mask, of those kept whole, spans) of a row tile, at least one
+    block in all. A span is (first block, masked ones in front, whole ones, masked ones)."""
+    bounds = spans(tile * ROWS, gl.minimum(tile * ROWS + ROWS, rows) - 1, rows, columns, numbers)
+    if DOCUMENTS:
+        hull = documents[0] + b * documents[1] + h * documents[2] + tile * 4
+        least = gl.load(hull)
+        most = gl.load(hull + 1)
+        full_least = gl.load(hull + 2)
+        full_most = gl.load(hull + 3)
+    found = ()
+    done = 0
+    all_masked = 0
+    all_whole = 0
+    for i in gl.static_range(SPANS):
+        lo = bounds[4 * i]
+        hi = gl.minimum(bounds[4 * i + 1], columns)
+        full_lo = bounds[4 * i + 2]
+        full_hi = gl.minimum(bounds[4 * i + 3], columns)
+        if DOCUMENTS:
+            lo = gl.maximum(lo, least)
+            hi = gl.minimum(hi, most)
+            full_lo = gl.maximum(full_lo, full_least)
+            full_hi = gl.minimum(full_hi, full_most)
+        # A block that two spans touch is the first one's.
+        first = gl.maximum(gl.maximum(lo, 0) // N, done)
+        size = gl.maximum((gl.maximum(hi, 0) + N - 1) // N - first, 0)
+        front = gl.minimum(gl.maximum((gl.maximum(full_lo, 0) + N - 1) // N - first, 0), size)
+        whole = gl.minimum(gl.maximum(gl.maximum(full_hi, 0) // N - first - front, 0), size - front)
+        masked = size - whole
+        done = first + size
+        all_masked += masked
+        all_whole += whole
+        found = found + (first, front, whole, masked)
+    return gl.maximum(all_masked, gl.where(all_whole == 0, 1, 0)), all_whole, found
+
+
+@gluon.jit
+def masked_block(i, found):
+    """The ``i``-th block that needs a mask; 0 where there is none."""
+    block = 0
+    for j in gl.static_range(SPANS):
+        here = (i >= 0) & (i < found[4 * j + 3])
+        at = found[4 * j] + i + gl.where(i < found[4 * j + 1], 0, found[4 * j + 2])
+        block = gl.where(here, at, block)
+        i -= found[4 * j + 3]
+    return block
+
+
+@gluon.jit
+def whole_block(i, found):
+    """The ``i``-th block that is kept whole."""
+    block = 0
+    for j in gl.static_range(SPANS):
+        here = (i >= 0) & (i < found[4 * j + 2])
+        block = gl.where(here, found[4 * j] + found[4 * j + 1] + i, block)
+        i -= found[4 * j + 2]
+    return block
+
+
+@gluon.jit
+def block_of(i, masked, found):
+    """The ``i``-th block of all."""
+    return gl.where(i < masked, masked_block(i, found), whole_block(i - masked, found))
+
+
+@gluon.jit
+def place_in_ring(count, ready, empty, size, STAGES: gl.constexpr):
+    """The place of the ``count``-th copies, once it is empty; they are of ``size`` bytes."""
+    place = count % STAGES
+    # A ring's first lap waits for the phase before the first, which counts as complete.
+    mbarrier.wait(empty.index(place), ((count // STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(place), size)
+    return place
+
+
+@gluon.jit
+def tell(buffer, number):
+    """Write a number to shared memory, by one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    buffer.store(gl.full([1], number, gl.int32, layout=layout))
+
+
+@gluon.jit
+def told(buffer, WARPS: gl.constexpr):
+    """The number that ``tell`` wrote."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.sum(buffer.load(layout), 0)
+
+
+@gluon.jit
+def produce(sources, shared, DYNAMIC: gl.constexpr):
+    """Start all copies into shared memory, and tell the consumers which tile follows."""
+    q_desc, k_desc, v_desc, counter = sources
+    buffers, barriers, sizes, numbers, _inputs, documents = shared
+    q_buffers, k_buffers, v_buffers, _o_buffers, tile_buffers = buffers
+    q_ready, q_empty, ready, empty, _turns, tile_ready, tile_empty = barriers
+    tiles, heads, sections, row_tiles, query_heads, group, rows, columns = sizes
+    CONSUMERS: gl.constexpr = q_buffers.shape[0]
+    ROWS: gl.constexpr = q_buffers.shape[3]
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    N: gl.constexpr = k_buffers.shape[3]
+    count = 0
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        if DYNAMIC:
+            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+            mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+            tell(tile_buffers.index(turn & 1), following)
+            mbarrier.arrive(tile_ready.index(turn & 1), count=1)
+        else:
+            following = tile + gl.num_programs(0)
+        row_tile, head = tile_of(tile, heads, sections, row_tiles)
+        b = head // query_heads
+        h = head % query_heads
+        kv = h // group
+        masked, whole, found = blocks_of(
+            row_tile, ROWS * CONSUMERS, N, b, h, rows, columns, numbers, documents
+        )
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+            mbarrier.expect(q_ready.index(c), q_desc.block_type.nbytes)
+            load(
+                q_desc,
+                [b, h, (row_tile * CONSUMERS + c) * ROWS, 0],
+                q_ready.index(c),
+                q_buffers.index(c),
+            )
+        turn += 1
+        k0 = block_of(0, masked, found) * N
+        place = place_in_ring(count, ready, empty, k_desc.block_type.nbytes, STAGES)
+        load(k_desc, [b, kv, k0, 0], ready.index(place), k_buffers.index(place))
+        count += 1
+        for i in range(1, masked + whole):
+            v0 = k0
+            k0 = block_of(i, masked, found) * N
+            size: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
+            place = place_in_ring(count, ready, empty, size, STAGES)
+            load(k_desc, [b, kv, k0, 0], ready.index(place), k_buffers.index(place))
+            load(v_desc, [b, kv, v0, 0], ready.index(place), v_buffers.index(place))
+            count += 1
+        place = place_in_ring(count, ready, empty, v_desc.block_type.nbytes, STAGES)
+        load(v_desc, [b, kv, k0, 0], ready.index(place), v_buffers.index(place))
+        count += 1
+        tile = following
+
+
+@gluon.jit
+def packed(p, dtype: gl.constexpr):
+    """Pairs of neighbours along the keys as one int32 each, rounded. A loop that carried 16-bit
+    values would take the pairs apart and put them together again."""
+    even, odd = gl.split(gl.reshape(p, (p.shape[0], p.shape[1] // 2, 2)))
+    if dtype == gl.bfloat16:
+        asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    else:
+        asm: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(
+        asm, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpacked(p, dtype: gl.constexpr, layout: gl.constexpr):
+    """The pairs of ``packed`` again, as a product's left operand."""
+    even = (p & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+    odd = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
+    both = gl.reshape(gl.join(even, odd), (p.shape[0], p.shape[1] * 2))
+    return gl.convert_layout(both, layout)
+
+
+@gluon.jit
+def read(inputs, at, q, k0, columns, MASKED: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """``along_keys`` of a block."""
+    k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    return along_keys(inputs, at, q, k0, k, columns - k0, MASKED)
+
+
+@gluon.jit
+def softmax(
+    s, m, total, scale, place, k0, rows, columns, numbers, fixed, moving, MASKED: gl.constexpr,
+    N: gl.constexpr,
+):  # fmt: skip
+    """exp2 of a block's scores less the running maximum, which is in units of the scores."""
+    layout: gl.constexpr = s.type.layout
+    b, h, q = place
+    k = gl.expand_dims(k0 + gl.arange(0, N, layout=gl.SliceLayout(0, layout)), 0)
+    s = score(s, q, k, b, h, rows, columns, numbers, fixed, moving)
+    if MASKED:
+        kept = keep(q, k, b, h, rows, columns, numbers, fixed, moving) & (k < columns)
+        s = gl.where(kept, s, float("-inf"))
+    highest = gl.maximum(m, gl.max(s, 1))
+    base = highest
+    if MASKED or SCORED:
+        base = gl.where(highest == float("-inf"), 0.0, highest)
+    p = gl.exp2(s * scale - gl.expand_dims(base * scale, 1))
+    decay = gl.exp2((m - base) * scale)
+    return p, highest, total * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def step(
+    q_buffer, shared, state, count, steps, turn, scale, place, near, at, fixed, k0,
+    MASKED: gl.constexpr, PINGPONG: gl.constexpr, WHICH: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores of a block and the product of the one before with V, then the softmax."""
+    buffers, barriers, sizes, numbers, inputs, _documents = shared
+    q_buffers, k_buffers, v_buffers, _o_buffers, _tile_buffers = buffers
+    q_ready, _q_empty, ready, empty, turns, _tile_ready, _tile_empty = barriers
+    _tiles, _heads, _sections, _row_tiles, _query_heads, _group, rows, columns = sizes
+    o, p, m, total = state
+    CONSUMERS: gl.constexpr = q_buffers.shape[0]
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    ROWS: gl.constexpr = o.shape[0]
+    N: gl.constexpr = k_buffers.shape[3]
+    O_LAYOUT: gl.constexpr = o.type.layout
+    ring = count % STAGES
+    mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
+    if PINGPONG:
+        mbarrier.wait(turns.index(WHICH), (steps & 1) ^ (1 if WHICH == 0 else 0))
+    s = gl.zeros((ROWS, N), gl.float32, layout=S_LAYOUT)
+    k = k_buffers.index(ring).reshape((N, k_buffers.shape[4])).permute((1, 0))
+    s = warpgroup_mma(q_buffer, k, s, use_acc=False, is_async=True)
+    v = v_buffers.index(ring).reshape((N, v_buffers.shape[4]))
+    left: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    o = warpgroup_mma(unpacked(p, k_buffers.dtype, left), v, o, is_async=True)
+    if PINGPONG:
+        mbarrier.arrive(turns.index((WHICH + 1) % CONSUMERS), count=1)
+    moving = read(inputs, at, near, k0, columns, MASKED, N, S_LAYOUT)
+    s = warpgroup_mma_wait(1, deps=[s])
+    e, m, total, decay = softmax(
+        s, m, total, scale, place, k0, rows, columns, numbers, fixed, moving, MASKED, N
+    )
+    # Passes at once, q is there: a branch that the assembler does not move the softmax behind.
+    mbarrier.wait(q_ready.index(WHICH), turn & 1)
+    o = warpgroup_mma_wait(0, deps=[o])
+    mbarrier.arrive(empty.index(ring), count=1)
+    o = o * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT)), 1)
+    # Not before: it would take the registers of the operand that is still read, and the assembler
+    # would start one product at a time.
+    p = packed(e, k_buffers.dtype)
+    return o, p, m, total
+
+
+@gluon.jit
+def consume(
+    results, shared, PINGPONG: gl.constexpr, NAN: gl.constexpr, DYNAMIC: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """ROWS rows of every tile of a program: products, softmax, output."""
+    out_desc, lse, scale = results
+    buffers, barriers, sizes, numbers, inputs, documents = shared
+    q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers = buffers
+    q_ready, q_empty, ready, empty, _turns, tile_ready, tile_empty = barriers
+    tiles, heads, sections, row_tiles, query_heads, _group, rows, columns = sizes
+    CONSUMERS: gl.constexpr = q_buffers.shape[0]
+    ROWS: gl.constexpr = q_buffers.shape[3]
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    N: gl.constexpr = k_buffers.shape[3]
+    D: gl.constexpr = k_buffers.shape[4]
+    V: gl.constexpr = v_buffers.shape[4]
+    WARPS: gl.constexpr = [ROWS // 16, 1]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, V, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    dtype: gl.constexpr = q_buffers.dtype
+
+    q_buffer = q_buffers.index(WHICH).reshape((ROWS, D))
+    count = 0
+    turn = 0
+    steps = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        row_tile, head = tile_of(tile, heads, sections, row_tiles)
+        b = head // query_heads
+        h = head % query_heads
+        masked, whole, found = blocks_of(
+            row_tile, ROWS * CONSUMERS, N, b, h, rows, columns, numbers, documents
+        )
+        q0 = (row_tile * CONSUMERS + WHICH) * ROWS
+        q = q0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        place = (b, h, gl.expand_dims(q, 1))
+        # Rows that do not exist read the last one's inputs.
+        near = gl.minimum(gl.expand_dims(q, 1), rows - 1)
+        fixed = along_rows(inputs, b, h, near)
+        at = origins(inputs, b, h, gl.minimum(q0, rows - 1))
+        near -= gl.minimum(q0, rows - 1)
+
+        mbarrier.wait(q_ready.index(WHICH), turn & 1)
+        ring = count % STAGES
+        k0 = block_of(0, masked, found) * N
+        moving = read(inputs, at, near, k0, columns, True, N, S_LAYOUT)
+        mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
+        s = gl.zeros((ROWS, N), gl.float32, layout=S_LAYOUT)
+        k = k_buffers.index(ring).reshape((N, D)).permute((1, 0))
+        s = warpgroup_mma(q_buffer, k, s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(empty.index(ring), count=1)
+        count += 1
+        m = gl.full((ROWS,), float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+        total = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+        e, m, total, _ = softmax(
+            s, m, total, scale, place, k0, rows, columns, numbers, fixed, moving, True, N
+        )
+        p = packed(e, dtype)
+        o = gl.zeros((ROWS, V), gl.float32, layout=O_LAYOUT)
+
+        for i in range(1, masked):
+            o, p, m, total = step(
+                q_buffer, shared, (o, p, m, total), count, steps, turn, scale, place, near, at,
+                fixed, masked_block(i, found) * N, True, PINGPONG, WHICH, S_LAYOUT,
+            )  # fmt: skip
+            count += 1
+            steps += 1
+        for i in range(gl.where(masked == 0, 1, 0), whole):
+            o, p, m, total = step(
+                q_buffer, shared, (o, p, m, total), count, steps, turn, scale, place, near, at,
+                fixed, whole_block(i, found) * N, False, PINGPONG, WHICH, S_LAYOUT,
+            )  # fmt: skip
+            count += 1
+            steps += 1
+        mbarrier.arrive(q_empty.index(WHICH), count=1)
+        if DYNAMIC:
+            mbarrier.wait(tile_ready.index(turn & 1), (turn >> 1) & 1)
+            tile = told(tile_buffers.index(turn & 1), ROWS // 16)
+            mbarrier.arrive(tile_empty.index(turn & 1), count=1)
+        else:
+            tile += gl.num_programs(0)
+        turn += 1
+
+        ring = count % STAGES
+        mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
+        v = v_buffers.index(ring).reshape((N, V))
+        o = warpgroup_mma(unpacked(p, dtype, P_LAYOUT), v, o, is_async=True)
+        nothing: gl.constexpr = float("nan") if NAN else 0.0
+        factor = gl.where(total == 0.0, nothing, 1.0 / total)
+        found_lse = (m * scale + gl.log2(total)) * LN2
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(empty.index(ring), count=1)
+        count += 1
+        gl.store(lse + gl.cast(head, gl.int64) * rows + q, found_lse, mask=q < rows)
+        o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)), 1)
+        # The copy out of the tile before has to have read its buffer.
+        tma.store_wait(0)
+        o_buffer = o_buffers.index(WHICH)
+        o_buffer.reshape((ROWS, V)).store(o.to(dtype))
+        fence_async_shared()
+        store(out_desc, [b, h, q0, 0], o_buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tiles",
+        "heads",
+        "sections",
+        "row_tiles",
+        "query_heads",
+        "group",
+        "rows",
+        "columns",
+    ]
+)
+def attention_gluon(
+    q_desc, k_desc, v_desc, out_desc, lse, counter, tiles, heads, sections, row_tiles, query_heads,
+    group, scale, rows, columns, numbers, inputs, documents, N: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, NAN: gl.constexpr,
+    DYNAMIC: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = k_desc.block_type.shape[3]
+    V: gl.constexpr = v_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, D], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, V], v_desc.layout)
+    o_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, V], out_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
+    q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(q_ready.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=1)
+        mbarrier.init(turns.index(c), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(2):
+        mbarrier.init(tile_ready.index(i), count=1)
+        mbarrier.init(tile_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+
+    shared = (
+        (q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers),
+        (q_ready, q_empty, ready, empty, turns, tile_ready, tile_empty),
+        (tiles, heads, sections, row_tiles, query_heads, group, rows, columns),
+        numbers,
+        inputs,
+        documents,
+    )
+    results = (out_desc, lse, scale)
+    sources = (q_desc, k_desc, v_desc, counter)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 0)),
+                (produce, (sources, shared, DYNAMIC)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 0)),
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 1)),
+                (produce, (sources, shared, DYNAMIC)),
+            ],
+            [ROWS // 16, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 0)),
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 1)),
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 2)),
+                (produce, (sources, shared, DYNAMIC)),
+            ],
+            [ROWS // 16, ROWS // 16, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -1,0 +1,336 @@
+"""Launch of ``attention_gluon``: what it computes, its tiles, its tensor maps."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import linecache
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from . import attention_documents
+from .attention_program import LOG2E, Program
+
+# Versions of Triton whose Gluon compiles the kernel and on which it was checked on a card.
+VERSIONS = ("3.6.",)
+DIMS = (64, 128)
+# K and V of the heads that programs work on together: what stays in a cache of 50 MB.
+SECTION_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``consumers`` of 16 * ``warps`` query rows each, against blocks of ``keys`` keys, of which
+    ``stages`` are copied ahead. ``pingpong``: consumers take turns in starting products.
+    ``schedule``: "each" is a program per tile; else one per multiprocessor takes tiles, every so
+    manyth ("static") or the next that nobody has taken ("dynamic")."""
+
+    keys: int = 128
+    consumers: int = 2
+    warps: int = 4
+    stages: int = 2
+    pingpong: bool = True
+    schedule: str = "dynamic"
+    section_bytes: int = SECTION_BYTES
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.warps * self.consumers
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Per thread of a consumer and of the producer: the 64K of a multiprocessor."""
+        return (232, 40) if self.warps * self.consumers <= 8 else (160, 32)
+
+
+def default_tile(program: Program, d: int) -> Tile:
+    """The tile for a program and a head dimension of 64 or 128."""
+    # Registers: what a score reads along the keys stands beside the scores.
+    if any("k" in given.axes for given in program.inputs):
+        return Tile(keys=64, stages=4, pingpong=d == 128)
+    return Tile(stages=2) if d == 128 else Tile(stages=4, pingpong=False)
+
+
+def available() -> bool:
+    """Whether the Triton at hand is one that the kernel is known to work with."""
+    return triton.__version__.startswith(VERSIONS)
+
+
+@functools.cache
+def speakable(program: Program) -> bool:
+    """Whether Gluon knows all functions that a program's statements call."""
+    from triton.experimental.gluon import language
+
+    spans = [t for s in program.row_spans for t in (s.lo, s.hi, s.full_lo, s.full_hi)]
+    text = "\n".join([program.score, program.keep, *spans])
+    names = set(re.findall(r"\btl\.(\w+)", text))
+    return "libdevice" not in text and all(hasattr(language, name) for name in names)
+
+
+def scored(program: Program) -> bool:
+    """Whether a score is more than a positive factor, which a maximum can be taken through."""
+    return program.scale is None or program.scale <= 0
+
+
+def _mapped(x: torch.Tensor) -> bool:
+    """Whether a tensor map can describe a tensor: steps of 16 bytes, none of them 0."""
+    step = 16 // x.element_size()
+    return (
+        x.stride(-1) == 1
+        and x.storage_offset() % step == 0
+        and all(
+            n == 1 or (s > 0 and s % step == 0)
+            for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        )
+    )
+
+
+def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program) -> bool:
+    """Whether ``forward`` takes these arguments. Reads no values and launches nothing."""
+    return (
+        available()
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == k.dtype == v.dtype
+        and q.shape[-1] in DIMS
+        and v.shape[-1] in DIMS
+        and 0 not in (*q.shape, *k.shape)
+        and all(_mapped(x) for x in (q, k, v))
+        and speakable(program)
+        and _hopper(q.device)
+    )
+
+
+def pays(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernel takes long enough that the host, which needs about 0.1 ms to describe
+    tensors to the copy engine, is done with the next launch meanwhile."""
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    return pairs * (q.shape[3] + v.shape[3]) >= 1 << 35
+
+
+def _hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _function(name: str, arguments: str, body: list[str], result: str, module: str) -> Any:
+    """A function of the kernel, of ``body``'s statements, whose names are Triton's ``tl``."""
+    from triton.experimental import gluon
+
+    lines = "".join(f"    {line}\n" for line in [*body, f"return {result}"])
+    source = f"@gluon.jit\ndef {name}({arguments}):\n{lines}"
+    file = f"<inductor_ext attention {hashlib.sha1(source.encode()).hexdigest()}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    names = ModuleType("tl")
+    vars(names).update(vars(tl) | vars(gluon.language))
+    scope = {"gluon": gluon, "tl": names, "__name__": module}
+    exec(compile(source, file, "exec"), scope)
+    return scope[name]
+
+
+def _tuple(values: list[str]) -> str:
+    """Not an empty one: ``b`` stands in."""
+    return f"({', '.join(values or ['b'])},)"
+
+
+def _inputs(program: Program) -> dict[str, tuple[str, list[str], str]]:
+    """(arguments, statements, result) of the functions that read inputs. What a kernel gets as
+    ``inputs`` are a pointer and the strides along its axes of each."""
+    origins: list[str] = []
+    rows: list[str] = []
+    keys: list[str] = []
+    at = 0
+    for given in program.inputs:
+        stride = {axis: f"inputs[{at + 1 + n}]" for n, axis in enumerate(given.axes)}
+        head = [f"tl.cast({a}, tl.int64) * {stride[a]}" for a in given.axes if a in "bh"]
+        where = " + ".join([f"inputs[{at}]", *head])
+        at += 1 + len(given.axes)
+        if "k" not in given.axes:
+            near = f" + tl.cast(q, tl.int64) * {stride['q']}" if "q" in given.axes else ""
+            rows.append(f"tl.load({where}{near})")
+            continue
+        far = f" + tl.cast(q0, tl.int64) * {stride['q']}" if "q" in given.axes else ""
+        near = f"q * {stride['q']} + " if "q" in given.axes else ""
+        start = f"at[{len(origins)}] + tl.cast(k0, tl.int64) * {stride['k']}"
+        mask = " & (q == q)" if near else ""  # of the shape of the pointers
+        name = f"x{len(origins)}"
+        keys += [
+            f"{name} = {start} + ({near}k * {stride['k']})",
+            f"if MASKED:\n        {name} = tl.load({name}, (k < limit){mask}, other=0)",
+            f"else:\n        {name} = tl.load({name})",
+        ]
+        origins.append(where + far)
+    return {
+        "origins": ("inputs, b, h, q0", [], _tuple(origins)),
+        "along_rows": ("inputs, b, h, q", [], _tuple(rows)),
+        "along_keys": (
+            "inputs, at, q, k0, k, limit, MASKED: tl.constexpr",
+            ["b = k0", *keys],
+            _tuple([f"x{i}" for i in range(len(origins))]),
+        ),
+    }
+
+
+def functions(program: Program) -> dict[str, tuple[str, list[str], str]]:
+    """(arguments, statements, result) of the functions that are a program's own."""
+    numbers = [f"n{i} = numbers[{i}]" for i in range(program.numbers)]
+    values, fixed, moving = [], 0, 0
+    for i, given in enumerate(program.inputs):
+        if "k" in given.axes:
+            values.append(f"x{i} = moving[{moving}]")
+            moving += 1
+        else:
+            values.append(f"x{i} = fixed[{fixed}]")
+            fixed += 1
+    bounds = [b for s in program.row_spans for b in (s.lo, s.hi, s.full_lo, s.full_hi)]
+    common = "b, h, rows, columns, numbers, fixed, moving"
+    score = [*numbers, *values, *program.score.splitlines()] if scored(program) else []
+    keep = [*numbers, *values, *program.keep.splitlines()] if program.keep else []
+    return {
+        "spans": ("q0, q1, rows, columns, numbers", numbers, f"({', '.join(bounds)})"),
+        **_inputs(program),
+        "score": (f"s, q, k, {common}", score, "r" if score else "s"),
+        "keep": (f"q, k, {common}", keep, "keep" if keep else "k < columns"),
+    }
+
+
+def define(program: Program) -> ModuleType:
+    """A fresh copy of the module ``attention_gluon`` with the functions of a program."""
+    path = Path(__file__).with_name("attention_gluon.py")
+    name = f"{__package__}.attention_gluon"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for function, (arguments, body, result) in functions(program).items():
+        setattr(module, function, _function(function, arguments, body, result, name))
+    module.SCORED = tl.constexpr(scored(program))
+    module.SPANS = tl.constexpr(len(program.row_spans))
+    module.DOCUMENTS = tl.constexpr(program.documents is not None)
+    return module
+
+
+kernels = functools.cache(define)
+
+
+@functools.cache
+def _shared_layout() -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(128, 16, rank=4)
+
+
+def _described(x: torch.Tensor, block: list[int]) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # The step of a dimension of one entry is never taken, but has to be one that a map can have.
+    strides = [8 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _shared_layout())
+
+
+def _like(q: torch.Tensor, dim: int) -> torch.Tensor:
+    """An empty tensor of q's shape but for the last dimension, with q's order in memory."""
+    if dim == q.shape[-1]:
+        return torch.empty_like(q)
+    order = sorted(range(3), key=lambda i: (q.stride(i), -i), reverse=True)
+    shape = [q.shape[i] for i in order]
+    return q.new_empty([*shape, dim]).permute(*(order.index(i) for i in range(3)), 3)
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    program: Program,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tile: Tile,
+    multiprocessors: int,
+) -> tuple[Any, tuple[int], dict[str, Any]]:
+    """(kernel, grid, arguments by name): the launch that fills ``out`` and ``lse``."""
+    batch, heads, rows, d = q.shape
+    group = heads // k.shape[1]
+    columns, dv = k.shape[2], v.shape[3]
+    row_tiles = triton.cdiv(rows, tile.rows)
+    tiles = row_tiles * batch * heads
+    held = max(1, tile.section_bytes // (columns * (d + dv) * k.element_size())) * group
+    read = []
+    for given, x in zip(program.inputs, inputs, strict=True):
+        read += [x, *(x.stride("bhqk".index(axis)) for axis in given.axes)]
+    documents: tuple[Any, ...] = ()
+    if program.documents:
+        hulls = attention_documents.hulls(program, inputs, "q", tile.rows)
+        documents = tuple(attention_documents.hull_values(hulls).values())
+    each = 16 * tile.warps
+    consumer, producer = tile.registers
+    grid = (tiles if tile.schedule == "each" else min(tiles, multiprocessors),)
+    # Where every program has one tile there is nothing to be told.
+    dynamic = tile.schedule == "dynamic" and tiles > multiprocessors
+    arguments = {
+        "q_desc": _described(q, [1, 1, each, d]),
+        "k_desc": _described(k, [1, 1, tile.keys, d]),
+        "v_desc": _described(v, [1, 1, tile.keys, dv]),
+        "out_desc": _described(out, [1, 1, each, dv]),
+        "lse": lse,
+        "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse,
+        "tiles": tiles,
+        "heads": batch * heads,
+        "sections": max(batch * heads // held, 1),
+        "row_tiles": row_tiles,
+        "query_heads": heads,
+        "group": group,
+        "scale": 1.0 if scored(program) else (program.scale or 0.0) * LOG2E,
+        "rows": rows,
+        "columns": columns,
+        "numbers": tuple(numbers),
+        "inputs": tuple(read),
+        "documents": documents,
+        "N": tile.keys,
+        "STAGES": tile.stages,
+        "ROWS": each,
+        "CONSUMERS": tile.consumers,
+        "PINGPONG": tile.pingpong and tile.consumers > 1,
+        "NAN": program.empty == "nan",
+        "DYNAMIC": dynamic,
+        "CONSUMER_REGISTERS": consumer,
+        "PRODUCER_REGISTERS": producer,
+        "num_warps": tile.warps,
+    }
+    return kernels(program).attention_gluon, grid, arguments
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    program: Program,
+    precision: str = "ieee",
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, Hq, Sq, Dv], lse fp32 [B, Hq, Sq]) of q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v
+    [B, Hkv, Sk, Dv], bf16 or fp16, D and Dv 64 or 128; deterministic. Products accumulate in fp32,
+    whatever ``precision`` says of fp32 inputs. ``applies`` has to hold, else ValueError."""
+    if not applies(q, k, v, program):
+        raise ValueError(
+            "the Gluon attention expected what attention_gluon_launch.applies holds for, got "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}, "
+            f"triton {triton.__version__}"
+        )
+    out = _like(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    count = torch.cuda.get_device_properties(q.device).multi_processor_count
+    tile = tile or default_tile(program, max(q.shape[3], v.shape[3]))
+    kernel, grid, arguments = launch(q, k, v, inputs, numbers, program, out, lse, tile, count)
+    kernel[grid](**arguments)
+    return out, lse

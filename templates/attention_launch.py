@@ -1,0 +1,196 @@
+"""Launches of the attention kernels that stream keys: the forward, and column sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+
+from . import (
+    attention_columns,
+    attention_documents,
+    attention_forward,
+    attention_gluon_launch,
+)
+from .attention_program import Program
+from .attention_text import Operand, by_tma, describable, score_values
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Query rows and keys of a tile, warps, stages of the pipeline; ``merged`` as in
+    ``attention_forward.Layout``; ``near``: MiB of keys and values that are streamed at a time,
+    which should stay in L2."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    merged: bool = False
+    near: int = 16
+
+
+def tiling(program: Program, dtype: torch.dtype, d: int, dv: int, tma: bool = True) -> Tiling:
+    """What is launched for heads of d and dv numbers; ``tma``: whether descriptors describe q, k
+    and v. Measured on an H200 at 64, 128 and 256: two programs on a multiprocessor, one of which
+    computes while the other waits, are better than one large one, unless a matrix is read."""
+    widest = max(d, dv)
+    axes = [set(given.axes) for given in program.inputs]
+    matrix = any({"q", "k"} <= a for a in axes)
+    vector = any("k" in a for a in axes)  # copied ahead, where there is no branch around it
+    if dtype == torch.float32:
+        return Tiling(64, 32, 4, 2) if widest <= 128 else Tiling(16, 16, 4, 1)
+    if not tma:
+        return Tiling(64, 64, 8, 2) if widest <= 128 else Tiling(64, 32, 8, 2)
+    if widest <= 64:
+        if matrix or program.documents:
+            return Tiling(64, 64, 4, 3, merged=True)
+        whole = len(program.row_spans) == 1 and program.row_spans[0].lo == "0"
+        return Tiling(64, 128 if whole and not vector else 64, 4, 2)
+    if widest <= 128:
+        if matrix:
+            return Tiling(128, 64, 8, 3)
+        return Tiling(64, 64, 4, 3, merged=vector or attention_forward.simple(program))
+    if widest <= 256:
+        return Tiling(128, 64, 8, 2, merged=True)
+    return Tiling(64, 32, 8, 2, merged=True)
+
+
+def dense(t: Tensor) -> Tensor:
+    """Memory whose last dimension is dense, with rows near enough for 31 bits in a tile."""
+    near = t.stride(-1) == 1 and abs(t.stride(-2)) < 1 << 22
+    return t if near else t.contiguous()
+
+
+def like(q: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory [*q.shape[:3], last] with q's order of dimensions, dense."""
+    order = sorted(range(3), key=lambda i: -q.stride(i))
+    out = torch.empty([*(q.shape[i] for i in order), last], dtype=dtype or q.dtype, device=q.device)
+    return out.permute(*(order.index(i) for i in range(3)), 3)
+
+
+def products(dtype: torch.dtype, precision: str) -> str:
+    """``input_precision`` of products; three of TF32 are as exact as fp32 ("ieee")."""
+    if dtype != torch.float32:
+        return ""
+    return "tf32x3" if precision == "ieee" else precision
+
+
+def operand(name: str, t: Tensor) -> Operand:
+    return Operand(name, t.shape[-1], by_tma(t))
+
+
+def section(k: Tensor, v: Tensor, heads: int, near: int) -> int:
+    """Query heads whose programs run side by side: of ``near`` MiB of keys and values."""
+    group = heads // k.shape[1]
+    each = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    return group * max((near << 20) // max(each, 1), 1)
+
+
+def by_gluon(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], program: Program
+) -> bool:  # fmt: skip
+    """Whether ``forward`` takes the kernel of ``attention_gluon``. Launches nothing.
+
+    Heads of 64, and matrices, which that kernel reads element by element, are left to this one."""
+    matrix = any({"q", "k"} <= set(given.axes) for given in program.inputs)
+    wide = max(q.shape[3], v.shape[3]) > 64
+    return wide and not matrix and attention_gluon_launch.applies(q, k, v, program)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
+    program: Program, precision: str, chosen: Tiling | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [B, Hq, Sq, Dv] in q's dtype and order of dimensions, lse [B, Hq, Sq] in fp32).
+
+    q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; inputs broadcast to [B, Hq, Sq, Sk].
+    precision: of products of fp32, "ieee" or "tf32". Deterministic.
+    """
+    batch, heads, rows, d = q.shape
+    columns, dv = k.shape[2], v.shape[3]
+    q, k, v = dense(q), dense(k), dense(v)
+    if chosen is None and by_gluon(q, k, v, inputs, program):
+        return attention_gluon_launch.forward(q, k, v, inputs, numbers, program, precision)
+    out = like(q, dv)
+    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
+    if not batch * heads * rows:
+        return out, lse
+    if not columns:
+        return out.fill_(0.0 if program.empty == "zero" else float("nan")), lse.fill_(-float("inf"))
+    described = describable(program, inputs)
+    tma = by_tma(q) and by_tma(k) and by_tma(v)
+    chosen = chosen or tiling(program, q.dtype, d, dv, tma)
+    layout = attention_forward.Layout(
+        operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
+        chosen.merged, described,
+    )  # fmt: skip
+    values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
+    values |= layout.v.values(v, chosen.block_n) | layout.out.values(out, chosen.block_m)
+    values |= {
+        "lse_ptr": lse, "rows": rows, "columns": columns, "heads": heads,
+        "group": heads // k.shape[1], "total": batch * heads,
+        "section": section(k, v, heads, chosen.near),
+    }  # fmt: skip
+    values |= score_values(program, inputs, numbers, described, (chosen.block_m, chosen.block_n))
+    if program.documents:
+        found = attention_documents.hulls(program, inputs, "q", chosen.block_m)
+        values |= attention_documents.hull_values(found)
+    grid = (triton.cdiv(rows, chosen.block_m) * batch * heads,)
+    wrap_triton(attention_forward.kernel(program, layout))[grid](
+        **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages,
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def columns_tiling(dtype: torch.dtype, d: int) -> Tiling:
+    """What is launched for column sums of heads of d numbers; block_m rows meet block_n keys."""
+    if dtype == torch.float32:
+        return Tiling(32, 64, 4, 2) if d <= 128 else Tiling(16, 32, 4, 1)
+    return Tiling(64, 128, 4, 3) if d <= 128 else Tiling(64, 64, 4, 2)
+
+
+def columns(
+    q: Tensor, k: Tensor, lse: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
+    program: Program, precision: str, first_row: int, chosen: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    """[B, Hkv, Sk] in fp32: sums of exp(score - lse) over the rows from ``first_row`` on and over
+    the heads of a group.
+
+    Arguments as of ``forward``; lse as it gives it. Rows that keep nothing add 0. Deterministic.
+    """
+    batch, heads, rows, d = q.shape
+    groups, size = k.shape[1:3]
+    sums = torch.empty((batch, groups, size), dtype=torch.float32, device=q.device)
+    if not sums.numel():
+        return sums
+    if first_row >= rows:
+        return sums.zero_()
+    chosen = chosen or columns_tiling(q.dtype, d)
+    q, k, lse = dense(q), dense(k), lse.contiguous()
+    described = describable(program, inputs)
+    layout = attention_columns.Layout(
+        operand("q", q), operand("k", k), products(q.dtype, precision), described
+    )
+    blocks = chosen.block_m, chosen.block_n
+    values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
+    values |= {
+        "lse_ptr": lse, "sums_ptr": sums, "rows": rows, "columns": size, "heads": heads,
+        "group": heads // groups, "first_row": first_row,
+    }  # fmt: skip
+    values |= score_values(program, inputs, numbers, described, blocks)
+    if program.documents:
+        found = attention_documents.hulls(program, inputs, "k", chosen.block_n)
+        values |= attention_documents.hull_values(found)
+    wrap_triton(attention_columns.kernel(program, layout))[
+        (triton.cdiv(size, chosen.block_n) * batch * groups,)
+    ](
+        **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages,
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    return sums

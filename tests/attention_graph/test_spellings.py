@@ -1,0 +1,87 @@
+"""Every spelling of attention becomes one operation, and computes what it did."""
+
+import pytest
+import torch
+from edits import OP, edited, wide, with_gradients
+from spellings import SPELLINGS, arguments
+
+from inductor_ext import measure
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+
+@DTYPES
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_numbers(name, dtype, card_here):
+    """In front of autograd, results and gradients of every parameter, by the rule."""
+    fn, shapes = SPELLINGS[name]
+    args = arguments(shapes, dtype, tokens=48)
+    out, text, decisions = edited(fn, args, grad=True)
+    assert [(d.lowering, d.fired) for d in decisions] == [("attention", True)], decisions
+    assert text.count(OP) == 1 and "softmax" not in text
+    found = with_gradients(out, args)
+    exact = wide(args)
+    right = with_gradients(fn(*exact), exact)
+    plain = with_gradients(fn(*args), args)
+    for i, (a, b, c) in enumerate(zip(found, right, plain, strict=True)):
+        verdict = measure.check(a, b, c)
+        assert verdict.ok, f"number {i}: {verdict.reason}"
+
+
+def longer(args, dynamic):
+    """Arguments with one token more where that is symbolic."""
+    found = []
+    for i, a in enumerate(args):
+        for dim in dynamic.get(i, ()):
+            a = torch.cat([a, a.narrow(dim, 0, 1)], dim)
+        found.append(a)
+    return found
+
+
+DYNAMIC = {
+    "grouped with mask": {0: (2,), 1: (2,), 2: (2,), 3: (2, 3)},
+    "window": {0: (2,), 1: (2,), 2: (2,)},
+    "buffer": {0: (2,), 1: (2,), 2: (2,)},
+    "cache": {1: (2,), 2: (2,)},
+    "added by the product": {0: (2,), 1: (2,), 2: (2,), 3: (2,)},
+    "einsum": {0: (1,), 1: (1,), 2: (1,)},
+    "packed": {0: (1,)},
+    "sink column": {0: (2,), 1: (2,), 2: (2,)},
+    "call with positions": {0: (2,), 1: (2,), 2: (2,)},
+    "grouped queries": {0: (0, 2), 1: (0, 2), 2: (0, 2)},
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_symbolic_sizes(name, card_here):
+    """One program serves other lengths."""
+    fn, shapes = SPELLINGS[name]
+    args = [a.detach() for a in arguments(shapes, torch.float32, tokens=48, batch=3)]
+    programs = []
+
+    def counted(*args):
+        programs.append(0)
+        return fn(*args)
+
+    _, text, decisions = edited(counted, args, dynamic=DYNAMIC[name])
+    assert [d.fired for d in decisions] == [True], decisions
+    assert text.count(OP) == 1 and "softmax" not in text
+    more = longer(args, DYNAMIC[name])
+    torch.testing.assert_close(edited(fn, more, dynamic=DYNAMIC[name])[0], fn(*more))
+
+
+def test_the_text_does_not_depend_on_sizes(card_here):
+    fn, shapes = SPELLINGS["cache"]
+    reasons = set()
+    for tokens in (48, 80):
+        args = [a.detach() for a in arguments(shapes, torch.float32, tokens=tokens)]
+        (decision,) = edited(fn, args)[2]
+        reasons.add(decision.reason)
+    assert len(reasons) == 1 and "columns, rows" in reasons.pop()
+
+
+def test_masks_of_positions_read_nothing(card_here):
+    fn, shapes = SPELLINGS["gathered positions"]
+    args = [a.detach() for a in arguments(shapes, torch.float32, tokens=48)]
+    (decision,) = edited(fn, args)[2]
+    assert "le.Tensor(k, q)" in decision.reason and "x0" not in decision.reason
