@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import attention_documents
+from . import attention_documents, attention_far, attention_forward
 from .attention_backward import (
     Form,
     gradient_axis,
@@ -172,7 +172,24 @@ class _Backward:
         )
         self.delta = self.fp32(2, *q.shape[:2], self.padded)
         self.dlse = self.fp32(*q.shape[:2], self.padded) if keep_dlse else None
-        self._statistics(dense(out), lse.contiguous(), dlse)
+        if attention_far.applies(program):
+            shift, factor = self._far(lse.contiguous())
+            self.do = (self.do * factor.unsqueeze(-1)).to(self.do.dtype)
+            dlse = None if dlse is None else dlse * factor
+            self._statistics(dense(out), lse.contiguous(), dlse)
+            self.delta[1][..., : self.rows].copy_(shift)
+        else:
+            self._statistics(dense(out), lse.contiguous(), dlse)
+
+    def _far(self, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """lse2 and factors, also of rows far from 0."""
+        layout = attention_forward.Layout(
+            Operand("q", self.q.shape[3], self.tma[0]), Operand("k", self.k.shape[3], self.tma[1]),
+            Operand("v", self.v.shape[3], self.tma[2]), self.precision, False, self.described,
+        )  # fmt: skip
+        return attention_far.launch(
+            self.q, self.k, lse, self.inputs, self.numbers, self.program, layout
+        )
 
     def form(self, **parts: Any) -> Form:
         tma: Any = self.tma

@@ -87,7 +87,7 @@ def _dot(layout: Layout) -> str:
     return f', input_precision="{layout.precision}"' if layout.precision else ""
 
 
-def _softmax(program: Program, masked: bool) -> str:
+def softmax(program: Program, masked: bool) -> str:
     """From ``s`` or ``r`` to ``p``, ``alpha`` and the new m and l."""
     if simple(program):
         factor = repr((program.scale or 0.0) * LOG2E)
@@ -106,7 +106,7 @@ def _softmax(program: Program, masked: bool) -> str:
     return "\n".join(lines)
 
 
-def _score(program: Program, layout: Layout, how: str) -> str:
+def score(program: Program, layout: Layout, how: str) -> str:
     """From ``s`` to what the softmax reads."""
     value = "s" if simple(program) else "r"
     places = "q = q_start + ql\nk = k_start + kl"
@@ -138,7 +138,7 @@ def _loads(operand: Operand, tiles: str, limit: str) -> str:
     )
 
 
-def _scores(layout: Layout, limit: str) -> str:
+def scores(layout: Layout, limit: str) -> str:
     count = range(len(layout.q.pieces))
     queries, keys = [f"qt{i}" for i in count], [f"kt{i}.T" for i in count]
     return joined(
@@ -162,9 +162,9 @@ def _body(program: Program, layout: Layout, how: str) -> str:
     """One tile of keys; ``how``: "full", "partial" or "merged"."""
     limit = "" if how == "full" else "columns"
     return joined(
-        _scores(layout, limit),
-        _score(program, layout, how),
-        _softmax(program, how != "full"),
+        scores(layout, limit),
+        score(program, layout, how),
+        softmax(program, how != "full"),
         _values(layout, limit),
     )
 
