@@ -87,26 +87,6 @@ TRIED: dict[int, dict[str, list[Options]]] = {
 }  # fmt: skip
 
 
-# The most telling ones, by case, part and options, for a run of half a minute.
-_N, _M, _E = (False, False), (True, False), (True, True)
-BRIEF: dict[str, dict[str, list[Options]]] = {
-    "d128 causal": {
-        "keys": [
-            *_tile(64, 64, 4, 2, forms=(_N, _M, _E)), *_tile(64, 128, 8, 3, forms=(_N, _M)),
-            (64, 64, 4, 2, True, False, 8),
-        ],
-        "rows": [*_tile(128, 64, 8, 3, forms=(_N, _M, _E)), *_tile(64, 64, 4, 2)],
-    },
-    "d128 full": {
-        "keys": _tile(64, 128, 8, 3, forms=(_N, _M)), "rows": _tile(128, 64, 8, 3, forms=(_N, _M)),
-    },
-    "d64 causal": {
-        "keys": [*_tile(64, 64, 4, 3, forms=(_N, _M, _E)), *_tile(64, 64, 4, 2)],
-        "rows": [*_tile(64, 64, 4, 3, forms=(_N, _M)), *_tile(64, 64, 4, 2)],
-    },
-}  # fmt: skip
-
-
 def label(options: Options) -> str:
     """Options in one word."""
     more = [name for name, on in zip(("merged", "early"), options[4:6], strict=True) if on]
@@ -285,7 +265,8 @@ def compile_one(case: Case, part: str, options: Options) -> str:
     small = (case[0], 1, *case[2:4], 256, *case[5:])
     with direct_launches():
         tensors = draw(small)
-        prepared = Part(small, part, tensors, *forward(*tensors[:3], case[6]))
+        q, k, v, _ = tensors
+        prepared = Part(small, part, tensors, *forward(q, k, v, case[6]))
         prepared.run(options)()
     torch.cuda.synchronize()
     return label(options)
@@ -341,9 +322,7 @@ def _whole(case: Case, tensors: tuple[Any, ...], out: Any, lse: Any) -> Callable
     )[:3]
 
 
-def rows(
-    cases: Sequence[Case], parts: Sequence[str], brief: bool = False
-) -> Iterator[dict[str, Any]]:
+def rows(cases: Sequence[Case], parts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A CSV row per case, part and tiling, SDPA's own backwards among them."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -356,17 +335,16 @@ def rows(
         torch.manual_seed(0)
         tensors = draw(case)
         flops = 2.0 * B * Hq * S * S * D / (2 if causal else 1)
-        out, lse = forward(*tensors[:3], causal)
-        leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+        q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
+        out, lse = forward(*(t.detach() for t in (q, k, v)), causal=causal)
+        leaves = [q, k, v]
         truth: dict[str, Any] = {}
         peers = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-        if brief:
-            del peers["flash"]
         for peer, backend in peers.items():
             row: dict[str, Any] = {"case": name, "part": "whole", "tiling": peer}
             try:
                 with sdpa_kernel(backend):
-                    result = sdpa(*leaves, is_causal=causal, enable_gqa=Hq != Hkv)
+                    result = sdpa(q, k, v, is_causal=causal, enable_gqa=Hq != Hkv)
 
                 def back(result: Any = result) -> Any:
                     return torch.autograd.grad(result, leaves, tensors[3], retain_graph=True)  # noqa: B023
@@ -392,38 +370,13 @@ def rows(
         yield row
         for part in parts:
             prepared = Part(case, part, tensors, out, lse)
-            for options in BRIEF[name][part] if brief else TRIED[D][part]:
+            for options in TRIED[D][part]:
                 row = {"case": name, "part": part, "tiling": label(options)}
                 try:
                     row |= _tried(prepared, options, truth, PRODUCTS[part] * flops)
                 except Exception as error:
                     row["failure"] = measure.one_line(error)
                 yield row
-
-
-def brief(out: Path, workers: int) -> None:
-    """What is in ``BRIEF``, the wholes and the masks of d128, a line each."""
-    from inductor_ext.compat_launch import direct_launches
-
-    cases = [case for case in CASES if case[0] in BRIEF]
-    compiled: list[tuple[Any, ...]] = [(cases[0], "masks", (mask,)) for mask in MASKS]
-    compiled += [
-        (case, part, options)
-        for case in cases
-        for part, tried in BRIEF[case[0]].items()
-        for options in tried
-        if options[6:] == ()
-    ]
-    common.run_in_pool(compile_one, compiled, workers, None)
-    file = common.CsvFile(out / "attention_tilings_backward.csv", FIELDS)
-    with direct_launches():
-        for row in itertools.chain(rows(cases, ("keys", "rows"), True), mask_rows(cases[:1])):
-            file.write(row)
-            numbers = [f"{row.get(name, 0):.4g}" for name in ("us", "tflops", "error")]
-            same = row.get("same", "")
-            words = [row["case"], row["part"], row["tiling"], *numbers, same]
-            print(*words, row.get("failure", "")[:60], flush=True)
-    file.close()
 
 
 def mask_rows(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -462,15 +415,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     names = tuple(case[0] for case in CASES)
-    add("--kinds", type=common.names_of(("bwd", "whole", "masks", "brief")), default=["bwd"])
+    add("--kinds", type=common.names_of(("bwd", "whole", "masks")), default=["bwd"])
     add("--cases", type=common.names_of(names), default=list(names[:3]), help=", ".join(names))
     add("--out", type=Path, default=Path("attention_backward"), help="folder of the CSV file")
     add("--workers", type=int, default=14, help="processes that compile")
     add("--budget-seconds", type=float, help="time for timing")
     args = parser.parse_args(argv)
-    if "brief" in args.kinds:
-        brief(args.out, args.workers)
-        return 0
     cases = [case for case in CASES if case[0] in args.cases]
     parts = ("keys", "rows") if "bwd" in args.kinds else ()
     compiled = tasks(cases) if parts else []

@@ -97,9 +97,14 @@ def _case(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> choice.Ca
 
 
 def _by_gluon(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> bool:
+    """Whether a plain score's kernel is the Gluon one, and is long enough for what its launch
+    takes the host."""
+    from inductor_ext.templates import attention_gluon_launch as gluon
     from inductor_ext.templates import attention_launch as launch
 
-    return program is not None and launch.by_gluon(q, k, v, (), program)
+    if program is None or not launch.by_gluon(q, k, v, (), program):
+        return False
+    return gluon.pays(q, k, v)
 
 
 def _like(q: Tensor, last: Any, device: Any = None) -> Tensor:

@@ -26,7 +26,8 @@ class Case:
     """``plain``: "full" where the score is nothing but a scale, "causal" where also query row q
     sees the keys up to q, else "". ``has_program``: whether kernels can compute the score.
     ``cudnn``: whether torch would let cuDNN do it, by shapes, strides, settings and versions;
-    ``gluon``: whether the forward kernel is the one of warps that specialise."""
+    ``gluon``: whether the forward kernel is the one of warps that specialise, and long enough for
+    its launch."""
 
     on_card: bool
     capability: tuple[int, int]
