@@ -6,7 +6,7 @@ import pytest
 import torch
 from backward_programs import SCORES, draw_inputs, gradients
 from inductor_ext.templates import attention_backward_launch as launch
-from inductor_ext.templates import attention_documents
+from inductor_ext.templates import attention_documents, attention_far
 
 from inductor_ext import measure
 from inductor_ext.testing import launches_interpreted
@@ -22,7 +22,7 @@ ONE_LOOP = {
 
 def ours(score, q, k, v, inputs, do, dlse, out, lse, needed=None, **tilings):
     needed = needed or [True] * 3 + [wanted for *_, wanted in score.inputs]
-    with launches_interpreted(launch, attention_documents):
+    with launches_interpreted(launch, attention_far, attention_documents):
         return launch.backward(
             do, dlse, q, k, v, inputs, score.numbers, score.program, out, lse, needed, "ieee",
             **tilings,

@@ -8,6 +8,7 @@ from inductor_ext.templates import (
     attention_backward_launch,
     attention_decode_launch,
     attention_documents,
+    attention_far,
     attention_launch,
 )
 
@@ -26,7 +27,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(operation.composed, "backward", None)
     monkeypatch.setattr(operation.composed, "columns", None)
     modules = attention_launch, attention_backward_launch, attention_decode_launch
-    with launches_interpreted(*modules, attention_documents):
+    with launches_interpreted(*modules, attention_documents, attention_far):
         yield
 
 

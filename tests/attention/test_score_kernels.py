@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from inductor_ext.templates import (
     attention_backward_launch,
     attention_documents,
+    attention_far,
     attention_launch,
 )
 from inductor_ext.templates.attention_program import Input
@@ -54,7 +55,7 @@ def test_kernels_compute_what_the_text_says(name):
     torch.testing.assert_close(found[1].double()[finite], lse.detach()[finite], **close)
     assert ((found[1] == -INF) == (lse == -INF)).all()
 
-    with launches_interpreted(attention_backward_launch, attention_documents):
+    with launches_interpreted(attention_backward_launch, attention_far, attention_documents):
         grads = attention_backward_launch.backward(
             do, None, q, k, v, inputs, [3], made_of, *found, [True] * 3 + needs, "ieee",
             keys=KEYS, rows=ROWS,
@@ -112,7 +113,7 @@ def test_the_tanh_instruction_is_less_wrong_than_eager(dtype):
         out = torch.softmax(r, -1) @ leaves[2]
         return [out.detach(), *torch.autograd.grad(out, leaves, do.to(out.dtype))]
 
-    with launches_interpreted(attention_launch, attention_backward_launch):
+    with launches_interpreted(attention_launch, attention_backward_launch, attention_far):
         out, lse = attention_launch.forward(q, k, v, [], [], made_of, "ieee", FORWARD)
         *grads, _ = attention_backward_launch.backward(
             do, None, q, k, v, [], [], made_of, out, lse, [True] * 3, "ieee", keys=KEYS, rows=ROWS
