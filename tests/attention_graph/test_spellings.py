@@ -3,6 +3,7 @@
 import pytest
 import torch
 from edits import OP, edited, wide, with_gradients
+from inductor_ext.lowerings import attention as lowering
 from spellings import SPELLINGS, arguments
 
 from inductor_ext import measure
@@ -85,3 +86,28 @@ def test_masks_of_positions_read_nothing(card_here):
     args = [a.detach() for a in arguments(shapes, torch.float32, tokens=48)]
     (decision,) = edited(fn, args)[2]
     assert "le.Tensor(k, q)" in decision.reason and "x0" not in decision.reason
+
+
+def test_an_offset_is_a_number_and_no_length_is_compiled_again(card_here):
+    """20 steps of a growing cache: the first program is of its sizes, the second of all."""
+    texts = []
+
+    def fn(q, k, v, past):
+        at = torch.arange(past, past + q.shape[2], device=q.device)
+        later = torch.arange(k.shape[2], device=q.device)[None, :] > at[:, None]
+        return (q @ k.mT * 0.125).masked_fill(later, -torch.inf).softmax(-1) @ v
+
+    def backend(graph, _):
+        lowering.rewrite(graph.graph)
+        graph.recompile()
+        texts.append(graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend)
+    with torch.no_grad():
+        for i in range(20):
+            q, k, v = torch.randn(2, 4, 16, 32), *torch.randn(2, 2, 4, 64 + i, 32)
+            torch.testing.assert_close(compiled(q, k, v, 20 + i), fn(q, k, v, 20 + i))
+    assert len(texts) == 2 and all(text.count(OP) == 1 for text in texts)
+    assert "add.Tensor(n0, q)" in texts[-1]
