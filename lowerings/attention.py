@@ -111,6 +111,8 @@ def rewrite(graph: Any) -> None:
             done.append(_replacement(site))
         except NoSite as reason:
             leave(NAME, describe(NAME, node), str(reason))
+        except Exception as error:
+            registry.failed(NAME, describe(NAME, node), error)
     for call, plan in calls(seen):
         try:
             if isinstance(plan, NoSite):

@@ -124,10 +124,8 @@ def _site(seen: Shadow, reader: Reader, product: Any, side: int) -> Site | None:
 def is_call(node: Any) -> bool:
     """Whether a node of a program calls torch's own attention."""
     target = node.target
-    return target in (
-        torch.nn.functional.scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention.default,
-    ) or "scaled_dot_product_attention" in getattr(target, "__name__", "")
+    own = torch.ops.aten.scaled_dot_product_attention.default
+    return target is own or getattr(target, "__name__", "") == "scaled_dot_product_attention"
 
 
 def read(site: Site, whole: bool = False) -> None:

@@ -107,6 +107,47 @@ def test_memory_that_is_written_to():
     assert not any(n.target == "add_" for n in seen.pure)
 
 
+def test_values_one_after_another_in_one_tensor():
+    def fn(x, w):
+        y = x * 2
+        y += 1
+        y.mul_(3)
+        return y.sum() + w.sum()
+
+    graph = program(fn, X.detach(), W)
+    seen = shadow.trace(graph)
+    last = next(n for n in graph.nodes if n.target == "mul_")
+    assert not seen.mutated and last in seen.settled and last not in seen.pure
+    product = next(n for n in seen.graph.nodes if n.target is aten.mul.Tensor and n.args[1] == 3)
+    assert seen.first[product] is last and seen.of[last] is product
+    assert seen.is_outdated(node(graph, "y")) and not seen.is_outdated(last)
+
+
+def test_a_write_that_converts_is_no_value():
+    def fn(x):
+        y = (x * 2).bfloat16()
+        y.add_(x)  # of fp32: the sum is rounded
+        return y
+
+    graph = program(fn, X.detach())
+    seen = shadow.trace(graph)
+    assert seen.is_mutated(seen.of[next(n for n in graph.nodes if n.target == "add_")])
+
+
+def test_the_last_write_to_what_is_assembled():
+    def fn(x):
+        y = x.new_empty(x.shape)
+        y[:, :4] = x[:, 4:]
+        y[:, 4:] = x[:, :4]
+        return y * 2
+
+    graph = program(fn, X.detach())
+    seen = shadow.trace(graph)
+    writes = [n for n in graph.nodes if "setitem" in n.name]
+    assembled = seen.of[node(graph, "y")]
+    assert seen.is_mutated(assembled) and seen.last_write(assembled) is writes[-1]
+
+
 def test_what_a_function_writes_inside_is_followed():
     """F.rms_norm adds its eps in place to a value of its own."""
     graph = program(lambda x: F.rms_norm(x, (8,), None, 1e-3), X)
