@@ -336,7 +336,7 @@ def rows(cases: Sequence[Case], parts: Sequence[str]) -> Iterator[dict[str, Any]
         tensors = draw(case)
         flops = 2.0 * B * Hq * S * S * D / (2 if causal else 1)
         q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
-        out, lse = forward(*(t.detach() for t in (q, k, v)), causal=causal)
+        out, lse = forward(q.detach(), k.detach(), v.detach(), causal)
         leaves = [q, k, v]
         truth: dict[str, Any] = {}
         peers = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
