@@ -10,10 +10,15 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether torch would let cuDNN compute scaled attention of these tensors on their card."""
+def cudnn_takes(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, differentiated: bool = False
+) -> bool:  # fmt: skip
+    """Whether torch would let cuDNN compute scaled attention of these tensors on their card;
+    ``differentiated``: and its gradient."""
     if not q.is_cuda or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
+    if differentiated:
+        q = q.detach().requires_grad_()
     params = torch.backends.cuda.SDPAParams(
         q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1]
     )  # fmt: skip

@@ -247,7 +247,7 @@ def packed(p, dtype: gl.constexpr):
     if dtype == gl.bfloat16:
         asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     else:
-        asm: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        asm: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"  # type: ignore[no-redef]
     return gl.inline_asm_elementwise(
         asm, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
     )

@@ -82,7 +82,9 @@ def _plain(program: Program | None, q: Tensor, k: Tensor) -> str:
     return form if form == "full" or q.shape[2] == k.shape[2] else ""
 
 
-def _case(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> choice.Case:
+def _case(
+    q: Tensor, k: Tensor, v: Tensor, program: Program | None, differentiated: bool = False
+) -> choice.Case:  # fmt: skip
     plain = _plain(program, q, k)
     return choice.Case(
         on_card=kernels_apply(q),
@@ -90,7 +92,8 @@ def _case(q: Tensor, k: Tensor, v: Tensor, program: Program | None) -> choice.Ca
         dtype=q.dtype, heads=q.shape[1], own_heads=k.shape[1], rows=q.shape[2],
         columns=k.shape[2], dim=q.shape[3], value_dim=v.shape[3], plain=plain,
         has_program=program is not None,
-        cudnn=bool(plain) and compat_attention.cudnn_takes(q, k, v, plain == "causal"),
+        cudnn=bool(plain)
+        and compat_attention.cudnn_takes(q, k, v, plain == "causal", differentiated),
         gluon=bool(plain) and _by_gluon(q, k, v, program),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
@@ -187,7 +190,7 @@ def _backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), [t.zero_() for t in own]
     given, inputs = inputs, [_collapsed(x) for x in inputs]
     program = program_of(q, inputs, numbers, score, empty)
-    case = _case(q, k, v, program)
+    case = _case(q, k, v, program, True)
     chosen = choice.backward(case, of_lse=dlse is not None)
     found: list[Tensor]
     if chosen == "cudnn":

@@ -1,9 +1,10 @@
 """Which implementation computes an attention: a pure function of what is known at its launch.
 
-Measured on an H200 (bf16, B4 H16 S4096 D128 causal; TFLOP/s in one run each): forward cuDNN 541,
-the Gluon kernel 554 to 568 (at 16k 572 and 602 to 620, full at 8k 612 and 628), plain Triton 480;
-of heads of 64 cuDNN 421 and Gluon 408. Backward cuDNN 400, ours 411, full at 8k 563 and 476. So
-where cuDNN's semantics are the program's, it is the choice but for Gluon's heads of 128, and a
+Measured on an H200 (bf16, TFLOP/s in one run, benchmarks/results/attention.csv): forward of heads of
+128, causal 4 x 16 x 4096: cuDNN 568, the Gluon kernel 617 (2048 rows 512 and 550, 16384 619 and
+675); full: 664 and 669, but of 2048 rows 645 and 635. Heads of 64 and 256: cuDNN 431 and 596,
+kernels 430 and 477. Backward: cuDNN 479 and 369 of heads of 128 and 256, ours 423 and 207. So where
+cuDNN's semantics are the program's, it is the choice but for the forward of heads of 128, and a
 kernel of ours everywhere else. torch refuses cuDNN under ``use_deterministic_algorithms``; ours is
 deterministic by construction.
 """
@@ -16,7 +17,8 @@ import torch
 
 NARROW = (torch.bfloat16, torch.float16)
 FEW_ROWS = 64  # query rows of a group, up to which its keys are split over programs
-LEAST_ROWS = 2048  # from which the Gluon kernel was measured beside cuDNN
+# Rows from which the Gluon kernel is ahead of cuDNN
+LEAST_ROWS = {"causal": 2048, "full": 4096}
 # Head sizes that the kernels are generated for.
 LARGEST, LARGEST_BACKWARD = 576, 256
 
@@ -56,21 +58,22 @@ def forward(case: Case) -> str:
         return "composed"
     if case.rows * (case.heads // case.own_heads) <= FEW_ROWS:
         return "decode"
-    ours = case.gluon and case.dim == case.value_dim == 128 and case.rows >= LEAST_ROWS
-    return "cudnn" if _by_cudnn(case, 256) and not ours else "kernel"
+    ours = case.gluon and case.dim == case.value_dim == 128
+    ours = ours and case.rows >= LEAST_ROWS.get(case.plain, 0)
+    return "cudnn" if _by_cudnn(case) and not ours else "kernel"
 
 
 def backward(case: Case, of_lse: bool) -> str:
     """The same without "decode"; ``of_lse``: whether the log-sum-exp has a gradient too."""
     if not case.kernels or max(case.dim, case.value_dim) > LARGEST_BACKWARD:
         return "composed"
-    return "cudnn" if _by_cudnn(case, 128) and not of_lse else "kernel"
+    return "cudnn" if _by_cudnn(case) and not of_lse else "kernel"
 
 
-def _by_cudnn(case: Case, largest: int) -> bool:
+def _by_cudnn(case: Case) -> bool:
     if not case.plain or case.dtype not in NARROW or case.capability[0] not in (9, 10):
         return False
     if case.deterministic or not case.cudnn:
         return False
     # Of one query row or one key its gradients are wrong or refused in some versions.
-    return max(case.dim, case.value_dim) <= largest and min(case.rows, case.columns) > 1
+    return max(case.dim, case.value_dim) <= 256 and min(case.rows, case.columns) > 1
