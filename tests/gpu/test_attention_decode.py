@@ -51,7 +51,7 @@ def judge(found, tensors, kind, inputs=(), lengths=None, sequences=(0, -1)):
             assert verdict.ok, verdict.reason
 
 
-def check(kind, tensors, poison, lengths=None, laid=None, **given):
+def check(kind, tensors, poison, laid=None, **given):
     q, k = tensors[:2]
     inputs = [x.cuda() for x in kind.inputs(q.shape[0], q.shape[1], q.shape[2], k.shape[2])]
     runs = []
@@ -59,7 +59,7 @@ def check(kind, tensors, poison, lengths=None, laid=None, **given):
         poison()
         runs.append(run(*(laid or tensors), kind, inputs, **given))
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
-    judge(runs[0], tensors, kind, inputs, lengths)
+    judge(runs[0], tensors, kind, inputs, given.get("lengths"))
     return runs[0]
 
 
@@ -92,7 +92,7 @@ def test_ragged_and_paged(page_size, poison):
     given = {"lengths": n}
     if page_size:
         *laid, given["block_table"] = reference.paged(*laid, page_size)
-    out, lse = check(KINDS["causal"], (q, k, v), poison, n, (q, *laid), **given)
+    out, lse = check(KINDS["causal"], (q, k, v), poison, (q, *laid), **given)
     judge((out, lse), (q, k, v), KINDS["causal"], lengths=n, sequences=(1, 17, 38))
     assert not out[0].any() and (lse[0] == -math.inf).all()
 
