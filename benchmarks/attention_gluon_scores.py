@@ -115,7 +115,8 @@ def program_of(name: str, d: int, inputs: list[Any]) -> Any:
     """(text of the score, program)."""
     from inductor_ext.templates.attention_program import Input
 
-    from inductor_ext import attention_score, attention_translate
+    from inductor_ext.ops import _attention_score as attention_score
+    from inductor_ext.ops import _attention_translate as attention_translate
 
     score, given, numbers, _ = scores()[name]
 
@@ -146,7 +147,7 @@ def check(name: str, d: int, tile: Any) -> str:
     import torch
     from inductor_ext.templates import attention_gluon_launch as launch
 
-    from inductor_ext import attention_score
+    from inductor_ext.ops import _attention_score as attention_score
 
     torch.manual_seed(d)
     b, h, s = 2, 12, 1008

@@ -118,7 +118,7 @@ def masked(name: str, B: int, H: int, S: int, d: int) -> tuple[Any, list[Any], l
     """(text of a causal score, its inputs, which of them have a gradient)."""
     import torch
 
-    from inductor_ext import attention_score
+    from inductor_ext.ops import _attention_score as attention_score
 
     def draw(*shape: int) -> Any:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -161,7 +161,8 @@ def mask_row(case: Case, name: str) -> dict[str, Any]:
     from inductor_ext.templates import attention_backward_launch, attention_launch
     from inductor_ext.templates.attention_program import Input
 
-    from inductor_ext import attention_score, attention_translate
+    from inductor_ext.ops import _attention_score as attention_score
+    from inductor_ext.ops import _attention_translate as attention_translate
 
     title, B, H, _, S, D, _ = case
     row: dict[str, Any] = {"case": f"{title} {name}", "part": "whole", "tiling": "default"}

@@ -21,7 +21,9 @@ from inductor_ext.lowerings.attention_softmax import Reader
 from inductor_ext.lowerings.mhc_sites import NoSite, Replacement, apply, describe, leave
 from inductor_ext.templates.attention_program import Input
 
-from inductor_ext import attention_score, attention_translate, compat_fx, registry, shadow
+from inductor_ext import compat_fx, registry, shadow
+from inductor_ext.ops import _attention_score as attention_score
+from inductor_ext.ops import _attention_translate as attention_translate
 
 NAME = found.NAME
 _SOFTMAXES = ("softmax", "exp", "logsumexp", "log_softmax", "_softmax")

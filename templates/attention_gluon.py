@@ -124,7 +124,7 @@ def blocks_of(tile, ROWS: gl.constexpr, N: gl.constexpr, b, h, rows, columns, nu
         done = first + size
         all_masked += masked
         all_whole += whole
-        found = found + (first, front, whole, masked)
+        found = found + (first, front, whole, masked)  # type: ignore[assignment]
     return gl.maximum(all_masked, gl.where(all_whole == 0, 1, 0)), all_whole, found
 
 

@@ -96,12 +96,10 @@ def by_gluon(
 ) -> bool:  # fmt: skip
     """Whether ``forward`` takes the kernel of ``attention_gluon``. Launches nothing.
 
-    Left to this one: heads of 64, matrices, which that kernel reads element by element, and inputs
-    of one number a head or sequence (slopes, prefix lengths), which made it 20 times slower."""
-    axes = [{"q", "k"} & set(given.axes) for given in program.inputs]
+    Heads of 64, and matrices, which that kernel reads element by element, are left to this one."""
+    matrix = any({"q", "k"} <= set(given.axes) for given in program.inputs)
     wide = max(q.shape[3], v.shape[3]) > 64
-    fits = all(len(along) == 1 for along in axes)
-    return wide and fits and attention_gluon_launch.applies(q, k, v, program)
+    return wide and not matrix and attention_gluon_launch.applies(q, k, v, program)
 
 
 def forward(

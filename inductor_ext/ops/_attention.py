@@ -47,7 +47,7 @@ def program_of(
 def _program(
     score: str, inputs: tuple[Input, ...], numbers: int, empty: str, exact: bool
 ) -> Program | None:
-    from inductor_ext import attention_translate as translate  # needs triton
+    from inductor_ext.ops import _attention_translate as translate  # needs triton
 
     try:
         return translate.program(score, inputs, numbers, empty, exact)

@@ -1,8 +1,8 @@
 """Which implementation computes an attention: a pure function of what is known at its launch.
 
-Measured on an H200 (bf16, TFLOP/s in one run, benchmarks/results/attention.csv): forward of heads of
-128, causal 4 x 16 x 4096: cuDNN 568, the Gluon kernel 617 (2048 rows 512 and 550, 16384 619 and
-675); full: 664 and 669, but of 2048 rows 645 and 635. Heads of 64 and 256: cuDNN 431 and 596,
+Measured on an H200 (bf16, TFLOP/s in one run, benchmarks/results/attention.csv): forward of heads
+of 128, causal 4 x 16 x 4096: cuDNN 568, the Gluon kernel 617 (2048 rows 512 and 550, 16384 rows 619
+and 675); full: 664 and 669, but of 2048 rows 645 and 635. Heads of 64 and 256: cuDNN 431 and 596,
 kernels 430 and 477. Backward: cuDNN 479 and 369 of heads of 128 and 256, ours 423 and 207. So where
 cuDNN's semantics are the program's, it is the choice but for the forward of heads of 128, and a
 kernel of ours everywhere else. torch refuses cuDNN under ``use_deterministic_algorithms``; ours is

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inductor_ext.attention_score import read
+from inductor_ext.ops._attention_score import read
 from inductor_ext.ops._composed import wide
 from inductor_ext.ops._mhc_composed import without_autocast
 from inductor_ext.ops._rows import is_zero

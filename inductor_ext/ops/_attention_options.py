@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from inductor_ext import attention_score
+from inductor_ext.ops import _attention_score as attention_score
 
 
 class Score:
@@ -131,6 +132,11 @@ def _modified(fn: Any, before: str, at: int, kinds: Any, numbers: int) -> str:
     """The text of a user's function of a score and of the inputs from ``at`` on; ``kinds``: dtype
     of each input and which of its sizes are 1."""
 
+    known = _identity(fn)
+    key = None if known is None else (known, before, at, kinds, numbers)
+    if key in _TEXTS:
+        return _TEXTS[key]
+
     def whole(s: Any, b: Any, h: Any, q: Any, k: Any, rows: Any, columns: Any, counts: Any,
               inputs: Any) -> Any:  # fmt: skip
         so_far = attention_score.read(before)(s, b, h, q, k, rows, columns, counts, inputs)
@@ -138,11 +144,39 @@ def _modified(fn: Any, before: str, at: int, kinds: Any, numbers: int) -> str:
 
     like = [torch.empty([1 if one else 2 for one in ones], dtype=dtype) for dtype, ones in kinds]
     try:
-        return attention_score.write(whole, like, [0] * numbers)
+        text = attention_score.write(whole, like, [0] * numbers)
     except attention_score.NotPointwise as reason:
         raise ValueError(
             f"score_mod is expected as a function of torch's pointwise functions, but {reason}"
         ) from reason
+    if key is not None:
+        if len(_TEXTS) >= 256:
+            _TEXTS.clear()
+        _TEXTS[key] = text
+    return text
+
+
+_TEXTS: dict[Any, str] = {}  # tracing a function takes 15 ms
+
+
+def _identity(fn: Any) -> Any:
+    """What a function computes, as a key; None where it reads what may change unseen."""
+    if isinstance(fn, (int, float, str, type(None), torch.dtype)):
+        return type(fn), fn
+    module = fn.__name__ if isinstance(fn, types.ModuleType) else getattr(fn, "__module__", None)
+    if (module or "").partition(".")[0] in ("torch", "math", "builtins"):
+        return id(fn)
+    if not isinstance(fn, types.FunctionType) or fn.__kwdefaults__:
+        return None
+    if any(isinstance(c, types.CodeType) for c in fn.__code__.co_consts):
+        return None  # a function inside
+    read = [fn.__globals__[n] for n in fn.__code__.co_names if n in fn.__globals__]
+    try:
+        read += [cell.cell_contents for cell in fn.__closure__ or ()]
+    except ValueError:  # not bound yet
+        return None
+    parts = [None if x is fn else _identity(x) for x in (*read, *(fn.__defaults__ or ()))]
+    return None if None in parts else (fn.__code__, *parts)
 
 
 def _places(score: Score, options: Options, conditions: list[str]) -> None:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 from inductor_ext.templates.attention_program import Input
 
-from inductor_ext.attention_score import write
-from inductor_ext.attention_translate import program
+from inductor_ext.ops._attention_score import write
+from inductor_ext.ops._attention_translate import program
 
 LOG2E = 1.4426950408889634
 

@@ -10,7 +10,8 @@ from inductor_ext.templates import (
 )
 from inductor_ext.templates.attention_program import Input
 
-from inductor_ext import attention_score, attention_translate
+from inductor_ext.ops import _attention_score as attention_score
+from inductor_ext.ops import _attention_translate as attention_translate
 from inductor_ext.testing import launches_interpreted
 
 ROWS, HALF = 40, torch.finfo(torch.bfloat16).min

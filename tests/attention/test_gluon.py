@@ -12,7 +12,7 @@ from inductor_ext.templates.attention_gluon_launch import Tile
 from inductor_ext.templates.attention_program import Input, Program, Span
 from score_ways import INF, SCORES, made, score, tensors
 
-from inductor_ext.attention_score import positions, read
+from inductor_ext.ops._attention_score import positions, read
 from inductor_ext.testing import launches_interpreted
 from inductor_ext.testing.gluon import gluon_binary
 from inductor_ext.testing.gluon_interpreter import interpret

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from inductor_ext import ops
 from inductor_ext.ops import _attention_composed as composed
+from inductor_ext.ops import _attention_score as attention_score
 from inductor_ext.testing import compile_for
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -471,3 +472,32 @@ def test_bad_input(message, kind, changed):
     with pytest.raises(kind) as raised:
         ops.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
     assert str(raised.value).startswith(message), str(raised.value)
+
+
+_FACTOR = 2.0
+
+
+def _by_factor(s, b, h, q, k):
+    return s * _FACTOR
+
+
+def test_a_score_function_is_traced_again_when_what_it_reads_has_changed(monkeypatch):
+    traced = []
+    write = attention_score.write
+    monkeypatch.setattr(attention_score, "write", lambda *args: traced.append(1) or write(*args))
+    q, k, v = (torch.randn(1, 1, 8, 16) for _ in range(3))
+    box = [2.0]
+    twice = ops.attention(q, k, v, scale=2.0)
+    for _ in range(2):
+        torch.testing.assert_close(ops.attention(q, k, v, scale=1.0, score_mod=_by_factor), twice)
+    assert len(traced) == 1
+    monkeypatch.setitem(globals(), "_FACTOR", 3.0)
+    thrice = ops.attention(q, k, v, scale=3.0)
+    torch.testing.assert_close(ops.attention(q, k, v, scale=1.0, score_mod=_by_factor), thrice)
+
+    def boxed(s, b, h, q, k):
+        return s * box[0]
+
+    torch.testing.assert_close(ops.attention(q, k, v, scale=1.0, score_mod=boxed), twice)
+    box[0] = 3.0
+    torch.testing.assert_close(ops.attention(q, k, v, scale=1.0, score_mod=boxed), thrice)

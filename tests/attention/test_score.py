@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inductor_ext.templates.attention_program import Input, Span
 
-from inductor_ext.attention_score import NotPointwise, positions, read, write
-from inductor_ext.attention_translate import NoProgram, program
+from inductor_ext.ops._attention_score import NotPointwise, positions, read, write
+from inductor_ext.ops._attention_translate import NoProgram, program
 
 sys.path.append(str(Path(__file__).parent))
 

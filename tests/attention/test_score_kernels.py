@@ -15,8 +15,8 @@ from inductor_ext.templates import (
 from inductor_ext.templates.attention_program import Input
 from score_ways import INF, SCORES, made, score, tensors, texts
 
-from inductor_ext.attention_score import positions, read, write
-from inductor_ext.attention_translate import program
+from inductor_ext.ops._attention_score import positions, read, write
+from inductor_ext.ops._attention_translate import program
 from inductor_ext.testing import launches_interpreted
 
 SIZES = 2, 2, 17, 21

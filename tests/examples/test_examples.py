@@ -27,6 +27,13 @@ def test_example(path: Path) -> None:
     assert "[template]" in out or "[reduction]" in out
 
 
+def test_caches_of_keys_and_values() -> None:
+    """Layers' attention, and what a policy sums of its weights, without a matrix of scores."""
+    out = _run(str(ROOT / "examples" / "kv_cache"))
+    assert all(f"{name} " in out for name in ("sinks", "norms", "snapshot", "compactor"))
+    assert "no scores in memory" in out and "stock" not in out
+
+
 def test_demo() -> None:
     out = _run("-m", "inductor_ext", "demo")
     assert "Triton interpreter: right" in out
@@ -95,3 +102,32 @@ def test_readme_times_of_mhc_are_the_measured_ones() -> None:
     number = r"([\d.]+)(?: \([\d.]+x\))?"
     table = re.findall(rf"^\|.*\| \d+ x \d+ \| {number} \| {number} \|.*\|$", _section("mHC"), re.M)
     assert len(table) == 8 and {t for pair in table for t in pair} <= _times("mhc.csv")
+
+
+def test_readme_attention_is_as_measured() -> None:
+    """Every number of the two tables is one of the summary's, of its own line."""
+    summary = (ROOT / "benchmarks/results/attention_summary.md").read_text()
+    lines = [[c.strip() for c in row.split("|")[1:-1]] for row in summary.splitlines()[4:]]
+    measured = {(line[0], line[1]): line[2:] for line in lines if len(line) > 4}
+    families = re.findall(r"^\| ([A-H]): [^|]*\|(.*)\|$", _section("Attention"), re.M)
+    assert len(families) == 8
+    for name, cells in families:
+        stock, mine, stock_back, mine_back, peak = (c.strip() for c in cells.split("|"))
+        of = {kind: v for (case, kind), v in measured.items() if case.startswith(f"family {name} ")}
+        assert of["fwd"][4:6] == [mine, stock] and of["bwd"][4:6] == [mine_back, stock_back]
+        assert peak.split(" -> ") == [of["fwd"][9], of["fwd"][8]]
+    known = {
+        "causal": "causal B4 H16 S4096 D128",
+        "4 heads share one": "causal B4 H16:4 S4096 D128",
+        "16384 tokens": "causal B1 H16 S16384 D128",
+        "window of 1024": "window B4 H16 S4096 D128",
+        "documents": "documents B4 H16 S4096 D128",
+        "softcap": "softcap B4 H16 S4096 D128",
+        "bias per key, not causal": "slot_bias B4 H16 S4096 D128",
+        "bias per pair, learned, not causal": "bias B4 H16 S4096 D128",
+    }
+    for label, case in known.items():
+        (cells,) = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", _section("Attention"), re.M)
+        shown = [re.match(r"[\d-]+", c.strip())[0] for c in cells.split("|")]  # type: ignore[index]
+        both = [measured[case, kind] for kind in ("fwd", "bwd")]
+        assert shown == [both[i][j] for i in (0, 1) for j in (0, 2, 3)], label

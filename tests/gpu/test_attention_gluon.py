@@ -8,8 +8,8 @@ import torch
 from inductor_ext.templates import attention_gluon_launch as launch
 from inductor_ext.templates.attention_program import Input, Program, Span
 
-from inductor_ext.attention_score import positions, read, write
-from inductor_ext.attention_translate import program
+from inductor_ext.ops._attention_score import positions, read, write
+from inductor_ext.ops._attention_translate import program
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "attention"))
 from score_ways import INF, SCORES, made, score, tensors

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .pointwise_graph import Builder
-from .pointwise_values import Const, dtype_of, packet
+from inductor_ext.pointwise_graph import Builder
+from inductor_ext.pointwise_values import Const, dtype_of, packet
 
 aten = torch.ops.aten
 _WHOLE = (torch.int32, torch.int64)

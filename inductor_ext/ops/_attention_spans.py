@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from inductor_ext.templates.attention_program import Span
 
-from .attention_conditions import (
+from ._attention_conditions import (
     Affine,
     And,
     Atom,

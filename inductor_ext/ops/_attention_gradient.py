@@ -9,12 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inductor_ext import compat_fx
+from inductor_ext.pointwise_graph import Builder
+from inductor_ext.pointwise_text import NotPointwise
+from inductor_ext.pointwise_values import (
+    Const,
+    Value,
+    dtype_of,
+    function_of,
+    in_order,
+    leaves,
+    packet,
+)
 from inductor_ext.templates.attention_program import Input
-
-from . import compat_fx
-from .pointwise_graph import Builder
-from .pointwise_text import NotPointwise
-from .pointwise_values import Const, Value, dtype_of, function_of, in_order, leaves, packet
 
 aten = torch.ops.aten
 _SHAPE = (2, 2, 2, 2)

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from inductor_ext import pointwise_text, scan_operations, scan_pointwise
+from inductor_ext.pointwise_graph import Builder
+from inductor_ext.pointwise_text import NotPointwise
+from inductor_ext.pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 from inductor_ext.templates.attention_program import LOG2E, Input, Program
 
-from . import pointwise_text, scan_operations, scan_pointwise
-from .attention_conditions import (
+from ._attention_conditions import (
     Affine,
     And,
     Atom,
@@ -27,12 +30,9 @@ from .attention_conditions import (
     negated,
     text_of,
 )
-from .attention_gradient import GradientBuilder, gradients
-from .attention_score import INDICES, names
-from .attention_spans import spans
-from .pointwise_graph import Builder
-from .pointwise_text import NotPointwise
-from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
+from ._attention_gradient import GradientBuilder, gradients
+from ._attention_score import INDICES, names
+from ._attention_spans import spans
 
 aten = torch.ops.aten
 _LARGEST = float(torch.finfo(torch.float32).max)

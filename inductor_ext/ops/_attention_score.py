@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat_fx, pointwise_text
-from .pointwise_graph import Builder
-from .pointwise_text import NotPointwise as NotPointwise
-from .pointwise_values import Const, Value
+from inductor_ext import compat_fx, pointwise_text
+from inductor_ext.pointwise_graph import Builder
+from inductor_ext.pointwise_text import NotPointwise as NotPointwise
+from inductor_ext.pointwise_values import Const, Value
 
 Score = Callable[..., Tensor]
 _SIZES = ((3, 5, 7, 11), (2, 3, 5, 13))  # of B, H, Sq, Sk while a score is traced
