@@ -18,7 +18,7 @@ from inductor_ext.lowerings import attention_sites as found
 from inductor_ext.lowerings.attention_calls import calls
 from inductor_ext.lowerings.attention_places import NoPlace
 from inductor_ext.lowerings.attention_softmax import Reader
-from inductor_ext.lowerings.mhc_sites import NoSite, Replacement, apply, describe, leave
+from inductor_ext.lowerings.sites import NoSite, Replacement, apply, describe, leave
 from inductor_ext.templates.attention_program import Input
 
 from inductor_ext import compat_fx, registry, shadow

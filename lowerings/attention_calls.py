@@ -14,7 +14,7 @@ from inductor_ext.lowerings.attention_sites import Plan, Site, is_call, operands
 from inductor_ext.lowerings.attention_softmax import Weights
 from inductor_ext.lowerings.attention_values import Call, Number, Position, Product, Value
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
-from inductor_ext.lowerings.mhc_sites import NoSite
+from inductor_ext.lowerings.sites import NoSite
 
 from inductor_ext.shadow import Shadow
 

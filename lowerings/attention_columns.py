@@ -12,7 +12,7 @@ from inductor_ext.lowerings.attention_operands import Sizes, arranged, straight
 from inductor_ext.lowerings.attention_places import Axes, NoPlace, Place, dtype_of, equal
 from inductor_ext.lowerings.attention_sites import Emitted, Plan, Site, repeated
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
-from inductor_ext.lowerings.mhc_sites import Program
+from inductor_ext.lowerings.sites import Program
 
 _SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 

@@ -17,7 +17,7 @@ from inductor_ext.lowerings.attention_values import (
     Value,
     is_plain,
 )
-from inductor_ext.lowerings.mhc_sites import NoSite
+from inductor_ext.lowerings.sites import NoSite
 
 
 @dataclasses.dataclass

@@ -18,7 +18,7 @@ from inductor_ext.lowerings.attention_places import (
     equal,
 )
 from inductor_ext.lowerings.mhc_entries import aten
-from inductor_ext.lowerings.mhc_sites import NoSite, Program, program_node
+from inductor_ext.lowerings.sites import NoSite, Program, program_node
 
 from inductor_ext import compat
 from inductor_ext.shadow import Shadow, value_of

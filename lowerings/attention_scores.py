@@ -35,7 +35,7 @@ from inductor_ext.lowerings.attention_values import (
     is_plain,
 )
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
-from inductor_ext.lowerings.mhc_sites import NoSite
+from inductor_ext.lowerings.sites import NoSite
 
 from inductor_ext import compat_fx
 from inductor_ext.shadow import Shadow, Symbol

@@ -26,13 +26,7 @@ from inductor_ext.lowerings.attention_scores import Scores
 from inductor_ext.lowerings.attention_softmax import Reader, Weights, may_hold
 from inductor_ext.lowerings.attention_values import Value
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
-from inductor_ext.lowerings.mhc_sites import (
-    DTYPES,
-    NoSite,
-    Program,
-    Replacement,
-    program_node,
-)
+from inductor_ext.lowerings.sites import DTYPES, NoSite, Program, Replacement, program_node
 
 from inductor_ext import compat, compat_fx
 from inductor_ext.ops import _attention  # noqa: F401  (a program out of a cache calls it)

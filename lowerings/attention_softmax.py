@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from inductor_ext.lowerings.attention_places import Axes, Index, Place, is_view
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
-from inductor_ext.lowerings.mhc_sites import NoSite
+from inductor_ext.lowerings.sites import NoSite
 
 from inductor_ext.editing import Numbers
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
-from inductor_ext.lowerings.mhc_sites import (
+from inductor_ext.lowerings.sites import (
     DTYPES,
     NoSite,
     Program,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeAlias
 
-from inductor_ext.lowerings.mhc_sites import NoSite
 from inductor_ext.lowerings.mhc_terms import Terms
+from inductor_ext.lowerings.sites import NoSite
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,9 @@ from inductor_ext.lowerings.mhc_entries import (
     shape_of,
 )
 from inductor_ext.lowerings.mhc_pre import name_of
-from inductor_ext.lowerings.mhc_sites import (
-    STREAMS,
+from inductor_ext.lowerings.mhc_sites import STREAMS, read_from, residuals
+from inductor_ext.lowerings.mhc_terms import NARROW, Entries, Terms
+from inductor_ext.lowerings.sites import (
     NoSite,
     Program,
     Replacement,
@@ -32,10 +33,7 @@ from inductor_ext.lowerings.mhc_sites import (
     describe,
     leave,
     program_node,
-    read_from,
-    residuals,
 )
-from inductor_ext.lowerings.mhc_terms import NARROW, Entries, Terms
 
 from inductor_ext import compat, registry, shadow
 

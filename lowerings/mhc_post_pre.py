@@ -11,7 +11,7 @@ from typing import Any
 
 from inductor_ext.lowerings import mhc_post as _mhc_post  # noqa: F401  (its pass comes first)
 from inductor_ext.lowerings import mhc_pre as _mhc_pre  # noqa: F401
-from inductor_ext.lowerings import mhc_sites
+from inductor_ext.lowerings import mhc_sites, sites
 
 from inductor_ext import compat_pre_grad, registry, shadow
 
@@ -45,7 +45,7 @@ def _place(order: dict[Any, int], post: Any, pre: Any) -> Any:
     if all(order[n] < order[post] for n in pre.all_input_nodes if n is not post):
         return post
     early = min(post.users, key=order.__getitem__)
-    raise mhc_sites.NoSite(f"{early.name} uses the streams before the projection's inputs exist")
+    raise sites.NoSite(f"{early.name} uses the streams before the projection's inputs exist")
 
 
 def rewrite(graph: Any) -> None:
@@ -59,23 +59,23 @@ def rewrite(graph: Any) -> None:
     mode = compat_pre_grad.fake_mode_of(shadow.value_of(pairs[0][0]))
     with compat_pre_grad.replaying(mode):
         for post, pre in pairs:
-            site = mhc_sites.describe(NAME, post, shadow.value_of(post))
+            site = sites.describe(NAME, post, shadow.value_of(post))
             order = {node: i for i, node in enumerate(graph.nodes)}
             try:
                 if records[post] != records[pre]:
-                    raise mhc_sites.NoSite("gradients are recorded for a part of it only")
+                    raise sites.NoSite("gradients are recorded for a part of it only")
                 _join(graph, post, pre, _place(order, post, pre))
-            except mhc_sites.NoSite as reason:
-                mhc_sites.leave(NAME, site, str(reason))
+            except sites.NoSite as reason:
+                sites.leave(NAME, site, str(reason))
             else:
                 why = "the streams are projected where they are computed"
-                mhc_sites.fired(NAME, NAME, site, why)
+                sites.fired(NAME, NAME, site, why)
     graph.lint()
     graph.owning_module.recompile()
 
 
 def _join(graph: Any, post: Any, pre: Any, place: Any) -> None:
-    program = mhc_sites.Program(graph)
+    program = sites.Program(graph)
     program.before(place)
     whole = program.call(mhc_sites.operation(NAME), *post.args, *pre.args[1:])
     results = [program.call(operator.getitem, whole, i) for i in range(6)]

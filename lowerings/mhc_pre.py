@@ -17,8 +17,9 @@ from inductor_ext.lowerings import mhc_sites
 from inductor_ext.lowerings.mhc_arrays import Array
 from inductor_ext.lowerings.mhc_entries import Reader, aten, shape_of
 from inductor_ext.lowerings.mhc_gates import Gates, Logit, Matrix, turned
-from inductor_ext.lowerings.mhc_sites import (
-    STREAMS,
+from inductor_ext.lowerings.mhc_sites import STREAMS, read_from, residuals
+from inductor_ext.lowerings.mhc_terms import NARROW, Entries, Terms
+from inductor_ext.lowerings.sites import (
     NoSite,
     Program,
     Replacement,
@@ -26,10 +27,7 @@ from inductor_ext.lowerings.mhc_sites import (
     describe,
     leave,
     program_node,
-    read_from,
-    residuals,
 )
-from inductor_ext.lowerings.mhc_terms import NARROW, Entries, Terms
 
 from inductor_ext import compat, registry, shadow
 from inductor_ext.shadow import value_of

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from inductor_ext.lowerings import mhc_sites
+from inductor_ext.lowerings import sites
 
 from inductor_ext import compat_fx, compat_ir, compat_pre_grad, registry
 from inductor_ext.ops import (
@@ -82,13 +82,13 @@ def _reject(scan: Any) -> None:
     AOTAutograd runs it."""
     xs = list(scan.args[1])
     scan.target, scan.args = SCAN, (xs, ", ".join(f"a{i}" for i in range(len(xs))), 0, False)
-    site = mhc_sites.describe(f"associative_scan of {len(xs)}", xs[0], value_of(xs[0]))
-    mhc_sites.fired(NAME, "refusal", site, "its leaves have several shapes")
+    site = sites.describe(f"associative_scan of {len(xs)}", xs[0], value_of(xs[0]))
+    sites.fired(NAME, "refusal", site, "its leaves have several shapes")
 
 
 def _replace(graph: Any, scan: Any) -> None:
     xs = list(scan.args[1])
-    site = mhc_sites.describe(f"associative_scan of {len(xs)}", xs[0], value_of(xs[0]))
+    site = sites.describe(f"associative_scan of {len(xs)}", xs[0], value_of(xs[0]))
     try:
         text = _text(graph, scan, xs)
     except Exception as error:
@@ -97,12 +97,12 @@ def _replace(graph: Any, scan: Any) -> None:
             reason = f"its combine function was not understood ({type(error).__name__}: {error})"
         if len(xs) > 1:  # torch's would be wrong
             _refuse(graph, scan, f"the gradient of this associative_scan is not known: {reason}")
-            mhc_sites.fired(NAME, "refusal", site, reason)
+            sites.fired(NAME, "refusal", site, reason)
         else:
-            mhc_sites.leave(NAME, site, reason)
+            sites.leave(NAME, site, reason)
         return
     _Edit(graph, scan, xs, text).apply()
-    mhc_sites.fired(NAME, "operation", site, "its gradient is linear in the length")
+    sites.fired(NAME, "operation", site, "its gradient is linear in the length")
 
 
 def _text(graph: Any, scan: Any, xs: Sequence[Any]) -> str:
@@ -136,7 +136,7 @@ def _cuts_gradients(target: Any) -> bool:
 
 def _refuse(graph: Any, scan: Any, reason: str) -> None:
     """The scan of detached leaves, behind it an operation whose gradient raises."""
-    program = mhc_sites.Program(graph)
+    program = sites.Program(graph)
     program.before(scan)
     xs = list(scan.args[1])
     scan.args = (scan.args[0], tuple(program.call("detach", x) for x in xs), *scan.args[2:])
@@ -163,7 +163,7 @@ class _Edit:
         if self.dim:
             xs = [x.args[0] for x in xs]
         self.xs = xs
-        self.program = mhc_sites.Program(graph)
+        self.program = sites.Program(graph)
 
     def apply(self) -> None:
         self.program.before(self.scan)
@@ -244,14 +244,14 @@ def _replace_product(graph: Any, node: Any) -> None:
         return
     if not isinstance(dim, int) or value.dim() == 0 or dtype not in _REAL or "out" in given:
         return
-    program = mhc_sites.Program(graph)
+    program = sites.Program(graph)
     program.before(node)
     if dtype != value.dtype:
         x = program.call("to", x, dtype)
     node.replace_all_uses_with(program.call(PRODUCT, x, dim % value.dim()))
     graph.erase_node(node)
-    site = mhc_sites.describe("cumprod", x, value)
-    mhc_sites.fired(NAME, "operation", site, "its gradient is one scan, which divides by nothing")
+    site = sites.describe("cumprod", x, value)
+    sites.fired(NAME, "operation", site, "its gradient is one scan, which divides by nothing")
 
 
 # --- code -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from inductor_ext.lowerings import mhc_sites
+from inductor_ext.lowerings import sites
 from mhc_programs import edited, judge_all, post_inputs, pre_inputs, with_gradients
 from mhc_variants import build, loop
 
@@ -50,7 +50,7 @@ def twice(x, y, post, comb):
 
 
 def test_a_failure_at_one_site_leaves_the_others(monkeypatch):
-    edit, failures = mhc_sites._edit, []
+    edit, failures = sites._edit, []
 
     def broken(seen, program, replacement):
         if replacement.lowering == "mhc_post" and not failures:
@@ -60,7 +60,7 @@ def test_a_failure_at_one_site_leaves_the_others(monkeypatch):
             raise ValueError("broken")
         edit(seen, program, replacement)
 
-    monkeypatch.setattr(mhc_sites, "_edit", broken)
+    monkeypatch.setattr(sites, "_edit", broken)
     args = post_inputs(dtype=torch.float32)
     warned = pytest.warns(UserWarning, match="mhc_post failed at .*broken")
     with inductor_ext.config.patch(strict=False), warned:
