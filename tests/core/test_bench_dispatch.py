@@ -200,5 +200,9 @@ def test_bench_lists_what_is_a_benchmark(capsys):
     from inductor_ext.__main__ import main
 
     assert main(["bench", "no_such"]) == 2
-    there = "cross_entropy, cross_entropy_spellings, decompose_k, dispatch, linear_attention, mhc, "
-    assert f"there are: {there}plan, scan." in capsys.readouterr().err
+    there = (
+        "attention, attention_decode, attention_gluon, attention_tilings, "
+        "attention_tilings_backward, cross_entropy, cross_entropy_spellings, decompose_k, dispatch, "
+        "linear_attention, mhc, plan, scan."
+    )
+    assert f"there are: {there}" in capsys.readouterr().err

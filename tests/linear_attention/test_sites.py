@@ -51,7 +51,7 @@ def meta(*size):
 
 
 def compiled(fn):
-    with inductor_ext.enable("linear_attention"):
+    with inductor_ext.enable("linear_attention"), inductor_ext.disable("attention"):
         return compile_for("h200", fn, meta(B, H, T, K), meta(B, H, T, K), meta(B, H, T, V),
                            grad=True)  # fmt: skip
 
