@@ -432,6 +432,8 @@ def is_trained(site: Site) -> bool:
 
 
 def _check_size(made: Plan, dtype: torch.dtype) -> None:
+    if compat.ahead_of_time():
+        raise NoSite("a C++ wrapper can't hold an operation in Python")
     axes, roles = made.site.axes, made.roles
     b, h, q, k = (_hint(axes.size(role)) for role in roles)
     wide = sum(_hint(axes.size(c)) for c in (*made.channels, made.values))

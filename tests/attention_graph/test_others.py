@@ -162,8 +162,19 @@ def test_heads_that_have_no_kernels(card_here):
 
 
 @pytest.mark.codegen
-def test_waits_to_be_enabled():
+def test_switched_off():
     fn, shapes = SPELLINGS["window"]
     with inductor_ext.disable("attention"):
         code = compile_for("h200", fn, *arguments(shapes, torch.bfloat16, tokens=256))
     assert OP not in code.source
+
+
+@pytest.mark.codegen
+def test_programs_without_python_hold_no_such_operation():
+    fn, shapes = SPELLINGS["window"]
+    args = arguments(shapes, torch.bfloat16, tokens=256)
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        code = compile_for("h200", fn, *(a.detach() for a in args))
+    (decision,) = [d for d in code.decisions if d.lowering == "attention"]
+    assert not decision.fired and "C++ wrapper" in decision.reason
+    assert "inductor_ext" not in code.source
