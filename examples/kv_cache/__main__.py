@@ -24,7 +24,7 @@ from compactor import Compacted, Compactor
 from decoder import Decoder, Policy
 from policies import Everything, HeavyHitters, Norms, Sinks, Snapshot
 
-PROMPT, STEPS, BUDGET = 1024, 4, 256
+PROMPT, STEPS, BUDGET = 2048, 4, 256
 
 
 def policies(compactor: Compactor) -> dict[str, Policy]:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def clean_setting(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(attention_sites, "LEAST_BYTES", 0)
+    monkeypatch.setattr(attention_sites, "LEAST_SCORES", 0)
     with inductor_ext.config.patch(strict=True), inductor_ext.enable("attention"):
         yield
 

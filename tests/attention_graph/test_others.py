@@ -144,9 +144,10 @@ def test_only_on_a_card():
 def test_only_where_scores_or_keys_are_large(card_here, monkeypatch):
     fn, shapes = SPELLINGS["window"]
     args = [a.detach() for a in arguments(shapes, torch.float32, tokens=32, batch=1)]
-    size = 8 * 32 * 2 * 64 * 4  # keys and values, which are more than the scores
-    for least, fires in ((size, True), (size + 1, False)):
-        monkeypatch.setattr(attention_sites, "LEAST_BYTES", least)
+    scores, keys = 8 * 32 * 32 * 4, 8 * 32 * 2 * 64 * 4
+    for more, less, fires in ((0, 1, True), (1, 0, True), (1, 1, False)):
+        monkeypatch.setattr(attention_sites, "LEAST_SCORES", scores + more)
+        monkeypatch.setattr(attention_sites, "LEAST_KEYS", keys + less)
         _, text, (decision,) = edited(fn, args)
         assert (OP in text) is fires and decision.fired is fires
 
