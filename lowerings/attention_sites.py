@@ -288,8 +288,10 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
     sample, empty, means = _sample(axes, roles, inputs), site.weights.empty, False
     function = Function(site.score, axes, roles)
     text, keeps = text_of(function, sample, empty)
-    # Few rows read everything anyway, and the mean would read it twice.
-    if not keeps and uses is None and _hint(axes.size(roles.q)) > choice.FEW_ROWS:
+    # Few rows read everything anyway, and the mean would read it twice. A log-sum-exp that is asked
+    # for is finite where a row keeps nothing.
+    asked = uses is not None or bool(site.weights.totals)
+    if not keeps and not asked and _hint(axes.size(roles.q)) > choice.FEW_ROWS:
         score = with_infinity(site.score, [o.dtype for o in inputs], is_trained(site))
         if score is not None:
             function, means = Function(score, axes, roles), not sinks

@@ -77,3 +77,17 @@ def test_a_row_without_any_key_is_nan_as_before(card_here):
     out, text, _ = edited(infinite, args)
     assert OP in text and torch.equal(out.isnan(), infinite(*args).isnan())
     assert out.isnan().any() and not out.isnan().all()
+
+
+def test_the_log_sum_exp_of_a_row_that_keeps_nothing_stays_finite(card_here):
+    def fn(q, k, v, ones):
+        scores = torch.where(kept(q, ones), q @ k.mT * 0.125, torch.finfo(q.dtype).min)
+        return scores.softmax(-1) @ v, torch.logsumexp(scores, -1)
+
+    args = inputs(torch.float32, False)
+    (out, lse), text, _ = edited(fn, args)
+    right, right_lse = fn(*args)
+    none = right_lse < -1e30
+    assert OP in text and none.any() and (lse[none] < -1e30).all() and lse.isfinite().all()
+    torch.testing.assert_close(lse[~none], right_lse[~none])
+    torch.testing.assert_close(out, right)
