@@ -15,7 +15,7 @@ from inductor_ext.lowerings.attention_places import (
     NoPlace,
     Place,
     dtype_of,
-    equal,
+    same,
 )
 from inductor_ext.lowerings.mhc_entries import aten
 from inductor_ext.lowerings.mhc_sites import NoSite, Program, program_node
@@ -124,7 +124,7 @@ class Sizes:
     def _along(self, size: Any) -> tuple[Any, int] | None:
         for node in self.tensors:
             for dim, own in enumerate(value_of(node).shape):
-                if equal(compat.expr(own), size):
+                if same(compat.expr(own), size):
                     return node, dim
         return None
 

@@ -53,6 +53,33 @@ DYNAMIC = {
 }
 
 
+def whole_blocks(q, k, v):
+    count = k.shape[2] // 16 * 16
+    last = torch.arange(k.shape[2], device=q.device) >= count
+    return (q @ k.mT * 0.125).masked_fill(last, -torch.inf).softmax(-1) @ v
+
+
+def test_what_is_divided_and_multiplied_is_no_size(card_here):
+    """Of 48 tokens the whole blocks of 16 are all of them, of 51 they are not."""
+    texts = []
+
+    def backend(graph, _):
+        lowering.rewrite(graph.graph)
+        graph.recompile()
+        texts.append(graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(whole_blocks, backend=backend)
+    for tokens in (48, 51):
+        args = [a.detach() for a in arguments(("BHSD",) * 3, torch.float32, tokens=tokens)]
+        for one in args:
+            torch._dynamo.mark_dynamic(one, 2)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*args), whole_blocks(*args))
+    assert len(texts) == 1 and OP in texts[0]
+
+
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_symbolic_sizes(name, card_here):
     """One program serves other lengths."""
