@@ -98,6 +98,32 @@ def test_symbolic_sizes(name, card_here):
     torch.testing.assert_close(edited(fn, more, dynamic=DYNAMIC[name])[0], fn(*more))
 
 
+LOOKED_AT = {
+    "clone": lambda out: out.clone().view(-1),
+    "reshape": lambda out: out.reshape(out.shape).view(-1),
+    "parts of heads": lambda out: out.reshape(*out.shape[:3], 2, -1).view(-1),
+    "of another order": lambda out: out.permute(0, 2, 1, 3).view(-1),
+}
+
+
+@pytest.mark.parametrize("look", LOOKED_AT)
+def test_a_result_can_be_viewed_as_before(look, card_here):
+    """Whatever the order of q in memory."""
+
+    def fn(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        weights = (q @ k.mT * 0.125).softmax(-1)
+        turned = look == "of another order"
+        return LOOKED_AT[look](
+            torch.einsum(f"bhqk,bhkd->{'bqhd' if turned else 'bhqd'}", weights, v)
+        )
+
+    args = [a.detach() for a in arguments(("BSHD",) * 3, torch.float32, tokens=48)]
+    out, text, _ = edited(fn, args)
+    assert OP in text
+    torch.testing.assert_close(out, fn(*args))
+
+
 def test_the_text_does_not_depend_on_sizes(card_here):
     fn, shapes = SPELLINGS["cache"]
     reasons = set()
