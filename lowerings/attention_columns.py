@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings.attention_operands import Sizes, arranged, straight
-from inductor_ext.lowerings.attention_places import Axes, NoPlace, Place, dtype_of, equal
+from inductor_ext.lowerings.attention_places import Axes, NoPlace, Place, dtype_of, same
 from inductor_ext.lowerings.attention_sites import Emitted, Plan, Site, repeated
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.sites import Program
@@ -114,7 +114,7 @@ def _joined(site: Site, place: Place, reduced: list[int]) -> Any:
             size = axes.size(rows)
             if not set(got.axes) <= set(axes.flat(tuple(reduced))):
                 return None
-            if not equal(got.offset + axes.size(got.axes), size):
+            if not same(got.offset + axes.size(got.axes), size):
                 return None
             first = got.offset
             if got.whole:

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 import torch
-from inductor_ext.lowerings.attention_places import Axes, Index, equal
+from inductor_ext.lowerings.attention_places import Axes, Index, same
 from inductor_ext.lowerings.attention_values import (
     Call,
     Input,
@@ -62,7 +62,7 @@ class Function:
         if is_plain(size) or sympy.sympify(size).is_number or self._own(size) is not None:
             return None
         for i, known in enumerate(self.numbers):
-            if equal(known, size):
+            if same(known, size):
                 return i
         self.numbers.append(size)
         return len(self.numbers) - 1
@@ -74,7 +74,7 @@ class Function:
             ("columns", self.columns),
             ("columns-rows", self.columns - self.rows),
         ):
-            if equal(size, made):
+            if same(size, made):
                 return text
         return None
 

@@ -2,7 +2,8 @@
 
 Where a row keeps a key, the weights of what is masked so are 0, as with -inf. Where it keeps none,
 all its scores are that number, and the row is the mean of all values. So -inf may stand for it, if
-rows that keep nothing are given that mean; kernels then know what is kept, and skip the rest.
+rows that keep nothing are given that mean; kernels then know what is kept, and skip the rest. What
+is kept must be far from that number: of a row of nothing else all keys count, kept or not.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def with_infinity(score: Value, dtypes: list[torch.dtype], trained: bool) -> Val
     if not isinstance(score, Call) or len(score.args) < 2:
         return None
     if score.op is aten.where.self:
-        return _chosen(score)
+        chosen = _chosen(score)
+        others = [side for side in score.args[1:] if not _is_least(side)]
+        return chosen if all(_is_finite(side, dtypes, set()) for side in others) else None
     if score.op is aten.add.Tensor and not score.kwargs and not trained:
         for at, (one, other) in enumerate((score.args, score.args[::-1])):
             mask = _mask(other)
@@ -69,7 +72,9 @@ def _mask(value: Any) -> Value | None:
 def _is_finite(value: Any, dtypes: list[torch.dtype], done: set[int]) -> bool:
     """Whether a value is far from the least number for scores that are: it is made of no such
     number, and of no tensor that may hold one."""
-    if not isinstance(value, Value) or id(value) in done:
+    if not isinstance(value, Value):
+        return not is_plain(value) or abs(value) < -LEAST
+    if id(value) in done:
         return True
     done.add(id(value))
     if isinstance(value, Number):

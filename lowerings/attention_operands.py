@@ -15,7 +15,7 @@ from inductor_ext.lowerings.attention_places import (
     NoPlace,
     Place,
     dtype_of,
-    equal,
+    same,
 )
 from inductor_ext.lowerings.mhc_entries import aten
 from inductor_ext.lowerings.sites import NoSite, Program, program_node
@@ -124,7 +124,7 @@ class Sizes:
     def _along(self, size: Any) -> tuple[Any, int] | None:
         for node in self.tensors:
             for dim, own in enumerate(value_of(node).shape):
-                if equal(compat.expr(own), size):
+                if same(compat.expr(own), size):
                     return node, dim
         return None
 
@@ -221,3 +221,49 @@ def _grouped(
 def straight(axes: Axes, groups: list[tuple[int, ...]]) -> Place:
     """The place of a result with one dimension per group."""
     return tuple(Index(axes.flat(group)) for group in groups)
+
+
+def hint(size: Any) -> int:
+    """How large a size is about."""
+    try:
+        return int(compat.hint(size))
+    except Exception:
+        return 2**20  # unknown: as long as sequences are
+
+
+# --- how results lie in memory --------------------------------------------------------------------
+
+_ORDER = {"transpose", "permute", "swapaxes", "movedim", "unsqueeze"}
+_ANY = {"contiguous", "reshape", "flatten"}
+
+
+def any_layout(node: Any, own: torch.Tensor) -> bool:
+    """Whether whatever reads a node of the program gives the same memory of ``own`` in its place,
+    however that lies: not so where it looks at ``own`` and copied before."""
+    for user in node.users:
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        if name not in _ANY | _ORDER or user.args[0] is not node:
+            return False
+        args, kwargs = torch.fx.node.map_arg((user.args[1:], user.kwargs), value_of)
+        function = getattr(torch.Tensor, name) if user.op == "call_method" else user.target
+        found = function(own, *args, **kwargs)
+        same = _lie_alike(found, value_of(user))
+        if not (any_layout(user, found) if name in _ORDER else same):
+            return False
+    return bool(node.users)
+
+
+def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(compat.expr(n) == 1 or compat.expr(s) == compat.expr(t) for n, s, t in strides)
+
+
+def laid(program: Program, node: Any, like: Any) -> Any:
+    """``node`` in the shape and order in memory of another node."""
+    node = program.shaped(node, like)
+    wanted = value_of(like)
+    if _lie_alike(value_of(node), wanted):
+        return node
+    order = sorted(range(wanted.dim()), key=lambda d: -hint(compat.expr(wanted.stride(d))))
+    dense = program.call("contiguous", program.call("permute", node, *order))
+    return program.call("permute", dense, *(order.index(d) for d in range(len(order))))

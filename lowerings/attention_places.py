@@ -44,6 +44,12 @@ def equal(a: Any, b: Any) -> bool:
     return bool(sympy.sympify(a) == sympy.sympify(b)) or ratio(a, b) == 1
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether two numbers are equal, also where a division in them leaves a rest: that of a size
+    halved and doubled is none of ``equal``'s, which are sizes of one tensor in two shapes."""
+    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0)
+
+
 def ratio(a: Any, b: Any) -> Any:
     """a / b where that is a whole number of any size; None where it is not known to be one."""
     if isinstance(a, int) and isinstance(b, int):
@@ -108,7 +114,7 @@ class Axes:
             raise NoPlace("a dimension is cut in two ways")
 
     def size(self, axes: tuple[int, ...]) -> Any:
-        return product(self.sizes[a] for a in self.flat(axes))
+        return sympy.expand(sympy.Mul(*(self.sizes[a] for a in self.flat(axes))))
 
     def cut(self, axes: tuple[int, ...], sizes: list[Any]) -> list[tuple[int, ...]]:
         """The axes of one dimension as those of dimensions of these sizes. Raises NoPlace."""
@@ -234,7 +240,7 @@ def _slice(axes: Axes, node: Any, before: list[Any], place: Place) -> Place:
     if step != 1:
         raise NoPlace("a slice has steps")
     dim %= len(before)
-    if equal(shape_of(node)[dim], before[dim]):
+    if same(shape_of(node)[dim], before[dim]):
         return place
     start = 0 if start is None else size_of(start)
     if sympy.sympify(start).is_number and start < 0:

@@ -20,8 +20,8 @@ from inductor_ext.lowerings.attention_places import (
     Index,
     NoPlace,
     Place,
-    equal,
     is_view,
+    same,
     size_of,
 )
 from inductor_ext.lowerings.attention_values import (
@@ -168,7 +168,7 @@ class Scores:
     def _within(self, source: Any, place: Place) -> Place:
         """A place at which only a part of a dimension is read."""
         return tuple(
-            Index(i.axes, i.offset, i.whole and equal(self.axes.size(i.axes), size))
+            Index(i.axes, i.offset, i.whole and same(self.axes.size(i.axes), size))
             for i, size in zip(place, shape_of(source), strict=True)
         )
 

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from inductor_ext.lowerings.attention_function import Function, Roles
 from inductor_ext.lowerings.attention_masks import with_infinity
-from inductor_ext.lowerings.attention_operands import Operand, Sizes, arranged, operand, straight
+from inductor_ext.lowerings.attention_operands import (
+    Operand,
+    Sizes,
+    any_layout,
+    arranged,
+    hint,
+    laid,
+    operand,
+    straight,
+)
 from inductor_ext.lowerings.attention_places import (
     VIEWS,
     Axes,
@@ -240,14 +249,7 @@ def _rows(
         return near
     beside = {a for dim in dims if kv.intersection(dim) for a in dim}  # heads that share keys
     free = [a for a in order if a not in kv and a not in beside]
-    return (max(free, key=lambda a: _hint(axes.size((a,)))),) if free else ()
-
-
-def _hint(size: Any) -> int:
-    try:
-        return int(compat.hint(size))
-    except Exception:
-        return 2**20  # unknown: as long as sequences are
+    return (max(free, key=lambda a: hint(axes.size((a,)))),) if free else ()
 
 
 @dataclasses.dataclass
@@ -283,8 +285,10 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
     sample, empty, means = _sample(axes, roles, inputs), site.weights.empty, False
     function = Function(site.score, axes, roles)
     text, keeps = text_of(function, sample, empty)
-    # Few rows read everything anyway, and the mean would read it twice.
-    if not keeps and uses is None and _hint(axes.size(roles.q)) > choice.FEW_ROWS:
+    # Few rows read everything anyway, and the mean would read it twice. A log-sum-exp that is asked
+    # for is finite where a row keeps nothing.
+    asked = uses is not None or bool(site.weights.totals)
+    if not keeps and not asked and hint(axes.size(roles.q)) > choice.FEW_ROWS:
         score = with_infinity(site.score, [o.dtype for o in inputs], is_trained(site))
         if score is not None:
             function, means = Function(score, axes, roles), not sinks
@@ -331,7 +335,7 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
         groups = [i.axes for i in axes.now(site.place)]
         own = straight(axes, [roles.b, roles.h, roles.q, made.values])
         out = arranged(program, sizes, axes, found.out, own, groups, False)
-        return out if _any_layout(result) else program.shaped(out, result)
+        return out if any_layout(result, value_of(out)) else laid(program, out, result)
 
     outputs = {result: shaped}
     inside = {*site.weights.passed, *scores.visited}
@@ -436,9 +440,9 @@ def _check_size(made: Plan, dtype: torch.dtype) -> None:
     if compat.ahead_of_time():
         raise NoSite("a C++ wrapper can't hold an operation in Python")
     axes, roles = made.site.axes, made.roles
-    b, h, q, k = (_hint(axes.size(role)) for role in roles)
-    wide = sum(_hint(axes.size(c)) for c in (*made.channels, made.values))
-    shared = _hint(axes.size(made.shared))
+    b, h, q, k = (hint(axes.size(role)) for role in roles)
+    wide = sum(hint(axes.size(c)) for c in (*made.channels, made.values))
+    shared = hint(axes.size(made.shared))
     scores, keys = b * h * q * k * 4, b * (h // max(shared, 1)) * k * wide * dtype.itemsize
     if scores < LEAST_SCORES and keys < LEAST_KEYS:
         raise NoSite(f"its scores are {scores} bytes, keys and values {keys}: products are as fast")
@@ -471,19 +475,3 @@ def _described(made: Plan) -> str:
     wide = sum(axes.size(c) for c in made.channels)
     text = ",".join(str(s) for s in (*sizes, wide))
     return f"{NAME} [{text}] {str(made.v.dtype).removeprefix('torch.')}"
-
-
-_ORDER = {"transpose", "permute", "swapaxes", "movedim", "unsqueeze"}
-_ANY = {"contiguous", "reshape", "flatten", "clone"}
-
-
-def _any_layout(node: Any) -> bool:
-    """Whether whatever reads a node of the program takes it however it lies in memory."""
-    for user in node.users:
-        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        if name in _ANY and user.args[0] is node:
-            continue
-        if name in _ORDER and _any_layout(user):
-            continue
-        return False
-    return bool(node.users)

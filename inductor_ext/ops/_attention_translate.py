@@ -169,12 +169,26 @@ def _kept(builder: Builder, score: Value) -> tuple[Condition, Value]:
     """A score as a condition, outside of which it is -inf, and its value where that holds.
 
     A finite number that leaves no weight beside any other score is as good as -inf, unless a whole
-    row consists of it: then its weights are equal.
+    row consists of it: then its weights are equal. A tensor that is added may hold it too, as masks
+    of padding do, so what is kept must be made of none.
     """
     keep, kept = _split(builder, score, True)
-    if always_keeps(keep):
+    if always_keeps(keep) and _is_far(kept):
         return keep, kept
     return _split(builder, score, False)
+
+
+def _is_far(value: Any) -> bool:
+    """Whether a score is surely no dtype's least number, for dot products that are none: it is made
+    of no such number and of no tensor that may hold one."""
+    if not isinstance(value, torch.fx.Node):
+        return isinstance(value, torch.dtype) or not _excludes(value, True)
+    if dtype_of(value) == torch.bool:
+        return True
+    if value.op == "placeholder":
+        return str(value.target) == "s" or not dtype_of(value).is_floating_point  # type: ignore[union-attr]
+    args = [a if isinstance(a, (torch.fx.Node, torch.dtype)) else Const(a) for a in value.args]
+    return all(map(_is_far, args))
 
 
 def _split(builder: Builder, value: Value, finite: bool) -> tuple[Condition, Value]:

@@ -176,6 +176,9 @@ def test_a_least_number_is_no_mask_where_a_row_may_consist_of_it():
     assert made(score(SCORES["least, perhaps everywhere"]))[1].keep == ""
     window = score(lambda s, q, k, **_: where((k <= q) & (k > q - 2), s, LEAST))
     assert made(window)[1].keep == ""  # rows beyond the keys keep nothing
+    # A mask that is added may hold it at the keys that are kept.
+    assert made(score(lambda s, q, k, x, **_: where(k <= q, s + x[6], LEAST)))[1].keep == ""
+    assert made(score(lambda s, q, k, x, **_: where(k <= q, s * x[2], LEAST)))[1].keep
 
 
 def test_a_scale_costs_one_multiplication():

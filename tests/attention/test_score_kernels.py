@@ -72,6 +72,27 @@ def test_kernels_compute_what_the_text_says(name):
         )
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_row_of_least_numbers_of_two_kinds_has_equal_weights(outside):
+    """Padding in front is an added tensor, later keys are a constant."""
+    least, (batch, heads, rows, columns) = torch.finfo(torch.float32).min, SIZES
+    padding = torch.where(torch.arange(columns) < 6, least, 0.0).view(1, 1, 1, columns)
+
+    def masked(s, b, h, q, k, rows, columns, n, x):
+        added = s * 0.1 if outside else s * 0.1 + x[0]
+        masked = torch.where(k <= q, added, least)
+        return masked + x[0] if outside else masked
+
+    text = write(masked, [padding])
+    made_of = program(text, (Input(torch.float32, "k"),), 0, "zero")
+    q = torch.randn(batch, heads, rows, 16)
+    k, v = (torch.randn(batch, heads, columns, 16) for _ in range(2))
+    right = read(text)(q @ k.mT, *positions(SIZES), rows, columns, [], [padding]).softmax(-1) @ v
+    with launches_interpreted(attention_launch, attention_documents):
+        out, _ = attention_launch.forward(q, k, v, [padding], [], made_of, "ieee", FORWARD)
+    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-4)
+
+
 @settings(max_examples=16, derandomize=True, deadline=None, database=None)
 @given(
     text=texts(),

@@ -53,6 +53,33 @@ DYNAMIC = {
 }
 
 
+def whole_blocks(q, k, v):
+    count = k.shape[2] // 16 * 16
+    last = torch.arange(k.shape[2], device=q.device) >= count
+    return (q @ k.mT * 0.125).masked_fill(last, -torch.inf).softmax(-1) @ v
+
+
+def test_what_is_divided_and_multiplied_is_no_size(card_here):
+    """Of 48 tokens the whole blocks of 16 are all of them, of 51 they are not."""
+    texts = []
+
+    def backend(graph, _):
+        lowering.rewrite(graph.graph)
+        graph.recompile()
+        texts.append(graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(whole_blocks, backend=backend)
+    for tokens in (48, 51):
+        args = [a.detach() for a in arguments(("BHSD",) * 3, torch.float32, tokens=tokens)]
+        for one in args:
+            torch._dynamo.mark_dynamic(one, 2)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*args), whole_blocks(*args))
+    assert len(texts) == 1 and OP in texts[0]
+
+
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_symbolic_sizes(name, card_here):
     """One program serves other lengths."""
@@ -69,6 +96,32 @@ def test_symbolic_sizes(name, card_here):
     assert text.count(OP) == 1 and "softmax" not in text
     more = longer(args, DYNAMIC[name])
     torch.testing.assert_close(edited(fn, more, dynamic=DYNAMIC[name])[0], fn(*more))
+
+
+LOOKED_AT = {
+    "clone": lambda out: out.clone().view(-1),
+    "reshape": lambda out: out.reshape(out.shape).view(-1),
+    "parts of heads": lambda out: out.reshape(*out.shape[:3], 2, -1).view(-1),
+    "of another order": lambda out: out.permute(0, 2, 1, 3).view(-1),
+}
+
+
+@pytest.mark.parametrize("look", LOOKED_AT)
+def test_a_result_can_be_viewed_as_before(look, card_here):
+    """Whatever the order of q in memory."""
+
+    def fn(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        weights = (q @ k.mT * 0.125).softmax(-1)
+        turned = look == "of another order"
+        return LOOKED_AT[look](
+            torch.einsum(f"bhqk,bhkd->{'bqhd' if turned else 'bhqd'}", weights, v)
+        )
+
+    args = [a.detach() for a in arguments(("BSHD",) * 3, torch.float32, tokens=48)]
+    out, text, _ = edited(fn, args)
+    assert OP in text
+    torch.testing.assert_close(out, fn(*args))
 
 
 def test_the_text_does_not_depend_on_sizes(card_here):
