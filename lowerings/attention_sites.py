@@ -127,7 +127,20 @@ def _site(seen: Shadow, reader: Reader, product: Any, side: int) -> Site | None:
         return None
     if seen.is_mutated(product):
         raise NoSite("the result is written to in this graph")
+    if any(map(seen.is_mutated, _until(weights_node, weights.scores))):
+        raise NoSite("its weights are written to in this graph")
     return Site(seen, axes, result, place, keys, rows, weights, (value_node, value_at))
+
+
+def _until(node: Any, end: Any) -> set[Any]:
+    """``node`` and what it is made of, as far as ``end``."""
+    stack, known = [node], set()
+    while stack:
+        at = stack.pop()
+        if at is not end and at not in known:
+            known.add(at)
+            stack.extend(at.all_input_nodes)
+    return known
 
 
 def is_call(node: Any) -> bool:
