@@ -245,6 +245,10 @@ def operands(site: Site, pairs: list[tuple[Any, Place, Any, Place]], inner: list
     values = tuple(a for i in of_values for a in i.axes if a not in order)
     kv = _own(axes, [*k, v]) - set(keys) - set(sum(channels, ())) - set(values)
     rows = _rows(axes, place, keys, kv, order)
+    at = [i.axes for i in place].index(keys)
+    near = set(place[at - 1].axes) if at else set()
+    if near & kv and near - _own(axes, [v]):  # each row's keys would be in memory
+        raise NoSite("its keys are others for each query row, and its values are not")
     rest = [a for a in order if a not in rows]
     outer = list(rest)
     shared: tuple[int, ...] = ()
