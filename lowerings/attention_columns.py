@@ -54,6 +54,8 @@ def _sum(site: Site, node: Any) -> Columns | None:
     inside: list[Any] = []
     share, at, where = 1.0, node, place
     while at is not softmax:
+        if site.seen.is_mutated(at):
+            return None
         if at is not node:
             inside.append(at)
         if at.target in _SUMS:

@@ -9,14 +9,18 @@ import torch
 from inductor_ext.lowerings.mhc_entries import shape_of
 
 from inductor_ext import compat, compat_fx
+from inductor_ext.shadow import Shadow
 
 LARGEST = 2**22  # elements of what is computed
 _DEPTH = 64
 
 
-def _is_made_here(node: Any, depth: int = 0) -> bool:
-    """Whether a value follows from numbers in the graph, of known sizes."""
+def _is_made_here(seen: Shadow, node: Any, depth: int = 0) -> bool:
+    """Whether a value follows from numbers in the graph, of known sizes, and not from what was
+    written to memory."""
     if depth > _DEPTH or node.op != "call_function":
+        return False
+    if seen.is_mutated(node):
         return False
     if node.target is not operator.getitem:
         target = node.target
@@ -29,12 +33,12 @@ def _is_made_here(node: Any, depth: int = 0) -> bool:
             return False
         if value.numel() > LARGEST or "empty" in str(target):
             return False
-    return all(_is_made_here(source, depth + 1) for source in node.all_input_nodes)
+    return all(_is_made_here(seen, source, depth + 1) for source in node.all_input_nodes)
 
 
-def uniform(node: Any) -> Any:
+def uniform(seen: Shadow, node: Any) -> Any:
     """The number that every element of a constant is; None where that is not so or not known."""
-    if not _is_made_here(node) or not node.all_input_nodes:
+    if not _is_made_here(seen, node) or not node.all_input_nodes:
         return None
     try:
         found = compat_fx.apart(lambda: _computed(node, {}))

@@ -60,8 +60,8 @@ def operand(
                 rounded = after
             elif found is not None and dtype_of(found[0]) == dtype:
                 break
-            if seen.is_mutated(node.args[0]):
-                break  # it was converted then
+            if seen.is_mutated(node.args[0]) or seen.is_mutated(node):
+                break  # it was converted then, or written to since
             node = node.args[0]
             continue
         below = None
@@ -71,7 +71,8 @@ def operand(
             except NoPlace:
                 if found is None:
                     raise
-        if below is None or (node.target in COPIES and seen.is_mutated(below[0])):
+        copied = node.target in COPIES
+        if below is None or (copied and (seen.is_mutated(below[0]) or seen.is_mutated(node))):
             break
         kept = {a for i in axes.now(place) for a in i.axes}
         left = {a for i in axes.now(below[1]) for a in i.axes}

@@ -280,7 +280,7 @@ def _repeat(axes: Axes, node: Any, before: list[Any], place: Place) -> Place:
 
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 # Also what copies: what lies behind is read where it was.
-COPIES = {aten.clone.default, aten.repeat.default}
+COPIES = {aten.clone.default, aten.repeat.default, aten.lift_fresh_copy.default}
 _RULES: dict[Any, Any] = {
     **dict.fromkeys(VIEWS, _view),
     aten.expand.default: _expand,

@@ -143,7 +143,7 @@ class Scores:
             if found is not None:
                 return found
         if (not is_view(node) and not is_pointwise(node)) or self._is_kept(node, place):
-            number = uniform(node) if self._is_narrow(node, place) else None
+            number = uniform(self.seen, node) if self._is_narrow(node, place) else None
             if number is not None:
                 return Number(number=number, dtype=node.meta["val"].dtype)
             return self._input(node, place)
@@ -306,11 +306,12 @@ class Scores:
             below = self.axes.below(node, place)
             if below is None and node.target is aten._to_copy.default:
                 below = node.args[0], place
-            if below is None or node.target is aten.detach.default:
+            if below is None or node.target is aten.detach.default or self.seen.is_mutated(node):
                 return None
             node, place = below
         place = self.axes.now(place)
         plain = node.target is not aten.baddbmm.default and self._may_be_product(node, place)
+        plain = plain and not self.seen.is_mutated(node)
         return (node, place) if plain else None
 
     def _summed(self, node: Any, place: Place) -> Value | None:

@@ -122,7 +122,20 @@ def _site(seen: Shadow, reader: Reader, product: Any, side: int) -> Site | None:
         return None
     if seen.is_mutated(product):
         raise NoSite("the result is written to in this graph")
+    if any(map(seen.is_mutated, _until(weights_node, weights.scores))):
+        raise NoSite("its weights are written to in this graph")
     return Site(seen, axes, result, place, keys, rows, weights, (value_node, value_at))
+
+
+def _until(node: Any, end: Any) -> set[Any]:
+    """``node`` and what it is made of, as far as ``end``."""
+    stack, known = [node], set()
+    while stack:
+        at = stack.pop()
+        if at is not end and at not in known:
+            known.add(at)
+            stack.extend(at.all_input_nodes)
+    return known
 
 
 def is_call(node: Any) -> bool:
@@ -227,6 +240,10 @@ def operands(site: Site, pairs: list[tuple[Any, Place, Any, Place]], inner: list
     values = tuple(a for i in of_values for a in i.axes if a not in order)
     kv = _own(axes, [*k, v]) - set(keys) - set(sum(channels, ())) - set(values)
     rows = _rows(axes, place, keys, kv, order)
+    at = [i.axes for i in place].index(keys)
+    near = set(place[at - 1].axes) if at else set()
+    if near & kv and near - _own(axes, [v]):  # each row's keys would be in memory
+        raise NoSite("its keys are others for each query row, and its values are not")
     rest = [a for a in order if a not in rows]
     outer = list(rest)
     shared: tuple[int, ...] = ()

@@ -84,6 +84,15 @@ def of_keys_written_to_later(q, k, v):
     return found.softmax(-1) @ v + keys
 
 
+def relative_positions(q, k, v):
+    """A key of a distance for each pair (https://arxiv.org/abs/1803.02155)."""
+    n = q.shape[2]
+    i = torch.arange(n, device=q.device)
+    table = k[0, 0].repeat(2, 1)[i[None, :] - i[:, None] + n]
+    found = q @ k.mT + torch.einsum("bhld,lrd->bhlr", q, table)
+    return (found * 0.125).softmax(-1) @ v
+
+
 def one_more_than_the_sum(q, k, v):
     weights = scores(q, k).exp()
     return (weights / (1 + weights.sum(-1, keepdim=True))) @ v
@@ -107,6 +116,7 @@ OTHERS = {
     masked_afterwards: "",
     of_a_mask_written_to: "written to in this graph",
     of_keys_written_to_later: "written to in this graph",
+    relative_positions: "its keys are others for each query row",
     one_more_than_the_sum: "",
     wide: "expected in one of fp16, bf16 and fp32",
 }
