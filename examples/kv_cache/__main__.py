@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
+from rich import print as show
+from rich.table import Table
 from torch import Tensor
 
 import inductor_ext
@@ -54,16 +55,16 @@ def generated(model: Any, tokens: Tensor, policy: Policy) -> tuple[Tensor, int]:
 
 def table(model: Decoder, compactor: Compactor, tokens: Tensor, compiled: Any) -> None:
     """The caches' sizes, and how far compiled results are from eager ones."""
-    rows = []
+    shown = Table("policy", f"cache after {STEPS} tokens", "compiled, off eager")
     for name, policy in policies(compactor).items():
         expected, size = generated(model, tokens, policy)
-        off: Any = "-"
+        off = "-"
         if compiled is not None:
             torch._dynamo.reset()
             got, _ = generated(compiled(model), tokens, policy)
             off = f"{(got.float() - expected.float()).abs().max():.1e}"
-        rows.append((name, f"{size / 2**10:.0f} KiB", off))
-    print(tabulate(rows, ["policy", f"cache after {STEPS} tokens", "compiled, off eager"]))
+        shown.add_row(name, f"{size / 2**10:.0f} KiB", off)
+    show(shown)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Shared: every mHC lowering is on, and a failure inside one is an error."""
+"""Shared: every mHC lowering is on, attention off, and a failure inside one is an error."""
 
 import sys
 from pathlib import Path
@@ -18,5 +18,6 @@ def clean_setting(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(mhc_post, "LEAST_BYTES", 0)
     names = ("mhc_pre", "mhc_post", "mhc_post_pre")
-    with inductor_ext.config.patch(strict=True), inductor_ext.enable(*names):
+    strict = inductor_ext.config.patch(strict=True)
+    with strict, inductor_ext.enable(*names), inductor_ext.disable("attention"):
         yield

@@ -217,7 +217,10 @@ REFUSED = {
         build(collapse=lambda pre, x, wide: collapse(pre, x, wide.view(x.shape).flip(-2))),
         "no sum of gates times streams, rounded once, was found",
     ),
-    "streams written to": (build(collapse=in_place), None),
+    "streams written to": (
+        build(collapse=in_place),
+        "no sum of gates times streams, rounded once, was found",
+    ),  # fmt: skip
     "negative eps": (
         build(pre_gate=lambda z: torch.sigmoid(z) - 0.5),
         "an eps is -0.5, not 0 or positive",

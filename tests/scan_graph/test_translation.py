@@ -71,6 +71,7 @@ CASES = {
     "int_times_float": (lambda i, y: i * y, "i y"),
     "int_times_number": (lambda i: i * 2.5, "i"),
     "int_over_int": (lambda i: i / 3, "i"),
+    "floored": (lambda i: i // 3 + i % 3, "i"),
     "wraps_around": (lambda i: i * 100 + 3, "i8"),
     "logic": (lambda i: (i > 2) | (i < -4), "i"),
     "not": (lambda i: torch.logical_not(i), "i"),
@@ -117,7 +118,8 @@ def test_a_conversion_to_16_bits_rounds_and_arithmetic_in_16_bits_does_not():
 @pytest.mark.parametrize(
     ("fn", "name"),
     [
-        (lambda i: i // 3, "i"),
+        (lambda i: i // -3, "i"),
+        (lambda i: i << 2, "i"),
         (lambda x: x.cumsum(0), "x"),
         (lambda x: torch.special.erfinv(x), "x"),
         (lambda x: x.to(torch.float8_e5m2).float(), "x"),
