@@ -110,6 +110,18 @@ def test_a_tensor_of_one_number_widens_what_stands_beside_it(card_here):
     torch.testing.assert_close(out, fn(*args))
 
 
+def test_an_expanded_parameter_has_a_gradient_per_element(card_here):
+    def fn(q, k, v, bias):
+        return (q @ k.mT * 0.125 + bias).softmax(-1) @ v
+
+    args = arguments(("BHSD",) * 3, torch.float32, tokens=48)
+    args.append(torch.randn(1, 1, 48, 48).expand(2, 8, 48, 48).requires_grad_())
+    out, text, _ = edited(fn, args, grad=True)
+    assert OP in text
+    for own, right in zip(with_gradients(out, args), with_gradients(fn(*args), args), strict=True):
+        torch.testing.assert_close(own, right, rtol=1e-4, atol=1e-4)
+
+
 LOOKED_AT = {
     "clone": lambda out: out.clone().view(-1),
     "reshape": lambda out: out.reshape(out.shape).view(-1),
