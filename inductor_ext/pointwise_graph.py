@@ -22,6 +22,8 @@ from .pointwise_values import Const, Value, dtype_of, in_order, leaves, packet
 
 aten = torch.ops.aten
 
+# Places times less fit into int32, up to a million of them.
+LARGEST_FACTOR = 1 << 11
 _INFIX = (aten.add, aten.sub, aten.mul, aten.div)
 _COMMUTATIVE = {
     aten.add, aten.mul, aten.eq, aten.ne, aten.maximum, aten.minimum,
@@ -382,7 +384,9 @@ class Builder:
             return False
         numbers = [a.value for a in operands if isinstance(a, Const)]
         large = any(isinstance(n, int) and abs(n) >= 1 << 30 for n in numbers)
-        return large or (kind is aten.mul and len(nodes) == 2)
+        if kind is not aten.mul:
+            return large
+        return len(nodes) == 2 or any(abs(n) >= LARGEST_FACTOR for n in numbers)
 
     def _checked(self, form: Any, full: Any, operands: tuple[Value, ...]) -> Any:
         """The node of ``form``, which takes numbers as such, where it promotes as ``full`` of

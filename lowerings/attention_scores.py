@@ -378,6 +378,7 @@ class Scores:
             folded = _folded(node.target, args, kwargs, own)
             if folded is not None:
                 return folded
+        args = _promoted(node, args)
         moved = _moved(node, args)
         if moved is not None:
             return moved
@@ -420,6 +421,27 @@ class Scores:
             source.scores, source.tensors, aten.where.self, (kept, source, zero), {},
             None if wide else own,
         )  # fmt: skip
+
+
+def _promoted(node: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Operands beside a tensor of one number, which widens them as no number does."""
+    full = [
+        n.meta["val"].dtype
+        for n, a in zip(node.args, args, strict=True)
+        if isinstance(a, Number) and isinstance(n, torch.fx.Node) and n.meta["val"].dim()
+    ]
+    found = []
+    for n, a in zip(node.args, args, strict=True):
+        for dtype in full:
+            if not isinstance(a, Value) or isinstance(a, Number) or a.scores:
+                continue
+            own = n.meta["val"].dtype
+            if torch.bool in (own, dtype) or own.is_floating_point != dtype.is_floating_point:
+                continue
+            if torch.promote_types(own, dtype) != own:
+                a = Call(tensors=a.tensors, args=(a,), dtype=dtype)
+        found.append(a)
+    return tuple(found)
 
 
 def _along(place: Place) -> set[int]:

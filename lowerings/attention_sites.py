@@ -323,7 +323,10 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
 
     def emit(program: Program) -> Any:
         def of(one: Operand, groups: list[tuple[int, ...]], fill: bool) -> Any:
-            found = arranged(program, sizes, axes, one.node, one.place, groups, fill)
+            node = one.node
+            if not fill and _is_expanded_leaf(value_of(node)):
+                node = program.call("clone", node, memory_format=torch.contiguous_format)
+            found = arranged(program, sizes, axes, node, one.place, groups, fill)
             if value_of(found).dtype != one.dtype:
                 found = program.call("to", found, one.dtype)
             return found
@@ -372,6 +375,12 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
         list(dict.fromkeys([*tensors, *needed])), outputs,
         {n for n, value in seen.of.items() if value in inside or value in asked} - {*outputs}, emit,
     )  # fmt: skip
+
+
+def _is_expanded_leaf(x: torch.Tensor) -> bool:
+    """Whether each element is asked for its gradient, though they share memory: of an expanded
+    input the operation gives only the sum."""
+    return x.requires_grad and x.is_leaf and 0 in x.stride()
 
 
 def _totals(site: Site) -> list[tuple[Any, Place, list[Any]]]:

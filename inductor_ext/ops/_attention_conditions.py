@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from inductor_ext.pointwise_graph import Builder
+from inductor_ext.pointwise_graph import LARGEST_FACTOR, Builder
 from inductor_ext.pointwise_values import Const, dtype_of, packet
 
 aten = torch.ops.aten
+# Of which any number of tokens fits on no card; sums with numbers beyond may not fit into int32.
+LARGEST_PLACE = 1 << 30
 _WHOLE = (torch.int32, torch.int64)
 _NATURAL = ("b", "h", "q", "k")
 _NEVER_NEGATIVE = (*_NATURAL, "rows", "columns", "q0", "q1", "k0", "k1")
@@ -130,7 +132,11 @@ def affine(value: Any) -> Affine | None:
         if kind is aten.sub:
             return first - last
         if kind is aten.mul and not (first.terms and last.terms):
-            return first * last.constant if not last.terms else last * first.constant
+            found = first * last.constant if not last.terms else last * first.constant
+            # Else a value of 64 bits, which no span is made of
+            return (
+                found if all(abs(c) < LARGEST_FACTOR for _, c in found.terms) else symbol_of(value)
+            )
         if kind is aten.floor_divide and not last.terms and last.constant > 0:
             return floor(first, last.constant)
     return symbol_of(value)
@@ -139,9 +145,9 @@ def affine(value: Any) -> Affine | None:
 def least(number: Affine) -> int | None:
     """A bound that an affine number is never below, by 0 <= q < rows and 0 <= k < columns; None
     where there is none."""
-    reach = sum(abs(c) for _, c in number.terms) << 31  # places and sizes are of 32 bits
+    reach = sum(-c for _, c in number.terms if c < 0) * LARGEST_PLACE
     places = (*_NATURAL, "rows", "columns")
-    if number.constant > reach and all(s in places for s, _ in number.terms):
+    if number.constant >= reach > 0 and all(s in places for s, _ in number.terms):
         return number.constant - reach
     bound = number
     for place, size in (("q", "rows"), ("k", "columns")):

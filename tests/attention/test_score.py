@@ -27,6 +27,7 @@ from score_ways import (
     score,
     tensors,
     texts,
+    tl,
     where,
 )
 
@@ -179,6 +180,25 @@ def test_a_least_number_is_no_mask_where_a_row_may_consist_of_it():
     # A mask that is added may hold it at the keys that are kept.
     assert made(score(lambda s, q, k, x, **_: where(k <= q, s + x[6], LEAST)))[1].keep == ""
     assert made(score(lambda s, q, k, x, **_: where(k <= q, s * x[2], LEAST)))[1].keep
+
+
+def test_numbers_beyond_32_bits():
+    """Windows without an end are none, and places times a large number are of 64 bits."""
+    for window in (2**31 - 1, 2**31, 2**32, 2**63 - 1):
+        wide = score(lambda s, q, k, w=window, **_: where((k - q < w) & (q - k < w), s))
+        assert made(wide)[1].keep == ""
+    for number in (lambda q, k: q * 1000003 + k * 7919, lambda q, k: (k - q) * 4096 * 4096):
+        _, hashed = made(score(lambda s, q, k, of=number, **_: where(of(q, k) % 5 < 3, s)))
+        q, k = (
+            torch.arange(1 << 20, (1 << 20) + 9, dtype=torch.int32).view(s)
+            for s in ((9, 1), (1, 9))
+        )
+        scope = {"q": q, "k": k, "tl": tl}
+        exec(hashed.keep, scope)
+        assert torch.equal(scope["keep"], number(q.long(), k.long()) % 5 < 3)
+        _, compared = made(score(lambda s, q, k, of=number, **_: where(of(q, k) >= q, s)))
+        exec(compared.keep, scope)
+        assert torch.equal(scope["keep"], number(q.long(), k.long()) >= q)
 
 
 def test_a_scale_costs_one_multiplication():

@@ -98,6 +98,30 @@ def test_symbolic_sizes(name, card_here):
     torch.testing.assert_close(edited(fn, more, dynamic=DYNAMIC[name])[0], fn(*more))
 
 
+def test_a_tensor_of_one_number_widens_what_stands_beside_it(card_here):
+    def fn(q, k, v):
+        at = torch.arange(k.shape[2], dtype=torch.int8, device=q.device)
+        at = at + torch.full((k.shape[2],), 100, dtype=torch.int64, device=q.device)
+        return (q @ k.mT * 0.125 + at * 0.1).softmax(-1) @ v
+
+    args = [a.detach() for a in arguments(("BHSD",) * 3, torch.float32, tokens=48)]
+    out, text, _ = edited(fn, args)
+    assert OP in text
+    torch.testing.assert_close(out, fn(*args))
+
+
+def test_an_expanded_parameter_has_a_gradient_per_element(card_here):
+    def fn(q, k, v, bias):
+        return (q @ k.mT * 0.125 + bias).softmax(-1) @ v
+
+    args = arguments(("BHSD",) * 3, torch.float32, tokens=48)
+    args.append(torch.randn(1, 1, 48, 48).expand(2, 8, 48, 48).requires_grad_())
+    out, text, _ = edited(fn, args, grad=True)
+    assert OP in text
+    for own, right in zip(with_gradients(out, args), with_gradients(fn(*args), args), strict=True):
+        torch.testing.assert_close(own, right, rtol=1e-4, atol=1e-4)
+
+
 LOOKED_AT = {
     "clone": lambda out: out.clone().view(-1),
     "reshape": lambda out: out.reshape(out.shape).view(-1),
