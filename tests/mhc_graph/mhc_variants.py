@@ -220,7 +220,7 @@ REFUSED = {
     "streams written to": (
         build(collapse=in_place),
         "no sum of gates times streams, rounded once, was found",
-    ),  # fmt: skip
+    ),
     "negative eps": (
         build(pre_gate=lambda z: torch.sigmoid(z) - 0.5),
         "an eps is -0.5, not 0 or positive",
