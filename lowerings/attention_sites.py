@@ -304,8 +304,8 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
     text, keeps = text_of(function, sample, empty)
     # Few rows read everything anyway, and the mean would read it twice. A log-sum-exp that is asked
     # for is finite where a row keeps nothing.
-    asked = uses is not None or bool(site.weights.totals)
-    if not keeps and not asked and hint(axes.size(roles.q)) > choice.FEW_ROWS:
+    also = uses is not None or bool(site.weights.totals)
+    if not keeps and not also and hint(axes.size(roles.q)) > choice.FEW_ROWS:
         score = with_infinity(site.score, [o.dtype for o in inputs], is_trained(site))
         if score is not None:
             function, means = Function(score, axes, roles), not sinks
@@ -362,7 +362,7 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
     for total, at, between in totals:
         outputs[seen.first[total]] = _lse(sizes, axes, total, at, roles)
         inside.update(between)
-    asked = set()
+    asked: set[Any] = set()
     for value, make, between in uses(made, sizes, inside) if uses is not None else ():
         inside.update(between)
         asked.add(value)
