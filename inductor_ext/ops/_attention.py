@@ -21,6 +21,7 @@ from inductor_ext.compat import float32_precision, under_functorch
 from inductor_ext.ops import _attention_choice as choice
 from inductor_ext.ops import _attention_composed as composed
 from inductor_ext.ops import _attention_options as options_of
+from inductor_ext.ops._attention_conditions import LARGEST_PLACE
 from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import beside
 from inductor_ext.templates.attention_program import Input, Program
@@ -36,8 +37,9 @@ def kernels_apply(q: Tensor) -> bool:
 def program_of(
     q: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], score: str, empty: str
 ) -> Program | None:
-    """The score as a kernel computes it for q's dtype and device; None where none can."""
-    if not kernels_apply(q):
+    """The score as a kernel computes it for q's dtype and device; None where none can: kernels add
+    places to numbers in 32 bits."""
+    if not kernels_apply(q) or any(abs(n) >= LARGEST_PLACE for n in numbers):
         return None
     read = tuple(Input(x.dtype, _axes(x)) for x in inputs)
     return _program(score, read, len(numbers), empty, q.dtype == torch.float32)

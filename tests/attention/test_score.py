@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inductor_ext.templates.attention_program import Input, Span
 
+from inductor_ext.ops import _attention
 from inductor_ext.ops._attention_score import NotPointwise, positions, read, write
 from inductor_ext.ops._attention_translate import NoProgram, program
 
@@ -268,3 +269,11 @@ def test_bad_texts():
     ):
         with pytest.raises(ValueError, match=r"got|pointwise"):
             read(text)(torch.ones(SIZES), *positions(SIZES), 1, 1)
+
+
+def test_no_kernel_is_given_a_number_that_places_can_not_be_added_to(monkeypatch):
+    monkeypatch.setattr(_attention, "kernels_apply", lambda q: True)
+    text, _ = made(score(lambda s, q, k, n, **_: where(k - q <= n[0], s)))
+    q = torch.empty(1, 1, 1, 16)
+    for number, there in ((5, True), (2**31 - 1, False), (2**40, False), (-(2**40), False)):
+        assert (_attention.program_of(q, tensors(), [number], text, "zero") is not None) is there
