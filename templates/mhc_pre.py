@@ -23,7 +23,7 @@ from torch.library import wrap_triton
 from . import mhc_projection as projection
 from . import mhc_slabs as slabs
 from .dependent import in_turn, launched
-from .mhc_coefficients import comb_kernel, put_comb, put_input, sigmoid, sinkhorn_of, summed
+from .mhc_coefficients import comb_kernel, put_comb, put_input, sigmoid, sinkhorn_of, summed, summed_apart
 from .mhc_layout import dense, divisor, load_streams, results, stride_divisor
 
 FEW = 64  # tokens, up to which one launch less is worth a program per token for its comb
@@ -49,9 +49,10 @@ def fuse_kernel(
     N: tl.constexpr, HEAD: tl.constexpr, INSIDE: tl.constexpr, CP: tl.constexpr,
     S: tl.constexpr, LOG: tl.constexpr, H_OF: tl.constexpr,
     STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    in_turn(PDL)
+    if not EARLY:
+        in_turn(PDL)
     C: tl.constexpr = N if HEAD else N * (N + 2)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
     x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
@@ -69,10 +70,15 @@ def fuse_kernel(
     for k in tl.static_range(HELD):
         here = h + k * BLOCK < hidden
         held = held + (load_streams(at, x_stream, h + k * BLOCK, here, N),)
+    if EARLY:
+        in_turn(PDL)
     column = tl.arange(0, CP)
     used = column < C
     wide = tl.cast(tokens, tl.int64)
-    mixes = summed(P + t * C + column, wide * C, used, S, LOG)
+    if LOG > 4:
+        mixes = summed_apart(P + t * C, wide * C, column, used, S, LOG)
+    else:
+        mixes = summed(P + t * C + column, wide * C, used, S, LOG)
     base = tl.load(BASE + column, mask=used, other=0.0)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(HELD):
@@ -140,10 +146,11 @@ def row_tile(n: int, hidden: Any, itemsize: int) -> dict[str, Any]:
 def fuse(
     x: torch.Tensor, p: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-    chosen: dict[str, Any] | None = None,
+    chosen: dict[str, Any] | None = None, early: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns]; (U, mixes, sqrsum) for a
-    head's n columns."""
+    head's n columns. ``early`` where the kernel before is the projection, which waited for all
+    that wrote X: it need not be waited for to read it."""
     tokens, n, hidden = x.shape
     s, columns = p.shape[0], p.shape[2]
     head = columns == n
@@ -160,7 +167,7 @@ def fuse(
     launched(fuse_kernel, wrap_triton(fuse_kernel), x, (2 * tokens if inside else tokens,))(
         x, p, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden,
         x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-        N=n, HEAD=head, INSIDE=inside,
+        N=n, HEAD=head, INSIDE=inside, EARLY=early,
         CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
         H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
     )  # fmt: skip
@@ -179,17 +186,19 @@ def pre(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) of x [T, n, H], last dimension dense; q [S, T]: partial sums
     of its squares, if somebody has them."""
-    return from_mixes(
-        projection.partials(x, dense(w), precision), q, x, scale, base, iters, rms_eps, pre_eps,
-        sinkhorn_eps, post_mult,
-    )  # fmt: skip
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    scale, base = dense(scale), dense(base)
+    p = projection.partials(x, dense(w), precision)
+    if q is None:
+        return fuse(x, p, scale, base, *options, early=True)
+    return slabs.fuse(x, p, q, scale, base, *options)
 
 
 def from_mixes(
     p: torch.Tensor, q: torch.Tensor | None, x: torch.Tensor, scale: torch.Tensor,
     base: torch.Tensor, *options: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The same from partials of the projection."""
+    """The same from somebody's partials of the projection."""
     if q is None:
         return fuse(x, p, dense(scale), dense(base), *options)
     return slabs.fuse(x, p, q, dense(scale), dense(base), *options)
@@ -200,8 +209,9 @@ def head(
     pre_eps: float, precision: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, mixes, sqrsum)."""
+    scale, base = dense(scale), dense(base)
     p = projection.partials(x, dense(w), precision)
-    return fuse(x, p, dense(scale), dense(base), 1, rms_eps, pre_eps, 0.0, 1.0)
+    return fuse(x, p, scale, base, 1, rms_eps, pre_eps, 0.0, 1.0, early=True)
 
 
 def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:

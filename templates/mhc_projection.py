@@ -27,6 +27,8 @@ from torch.library import wrap_triton
 from .dependent import in_turn, launched
 
 FEW = 1024  # tokens
+# Up to so many a program cuts its block of W itself, which is a launch less.
+AT_ONCE_TOKENS = 64
 
 
 @triton.jit
@@ -149,11 +151,42 @@ def group_sums(
 
 
 @triton.jit
+def one_block(
+    X, W, local, rows, hidden, group, x_token, x_stream,
+    N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """As ``group_sums`` of groups that are one block each, W not cut: all is loaded at once."""
+    k = group * BK + tl.arange(0, BK)
+    x_at = local[:, None] * x_token + k[None, :]
+    column = tl.arange(0, CP)
+    w_at = column[:, None] * (N * hidden) + k[None, :]
+    x_here, w_here = local[:, None] < rows, (column < C)[:, None]
+    if not EVEN:
+        x_here, w_here = x_here & (k[None, :] < hidden), w_here & (k[None, :] < hidden)
+    xs, ws = (), ()
+    for i in tl.static_range(N):
+        ws = ws + (tl.load(W + i * hidden + w_at, mask=w_here, other=0.0),)
+        xs = xs + (tl.load(X + i * x_stream + x_at, mask=x_here, other=0.0),)
+    # The parts' products apart, whose operands go to shared memory as they are: the same bits.
+    sums = ()
+    for part in tl.static_range(PARTS):
+        acc = tl.zeros((BM, CP), tl.float32)
+        for i in tl.static_range(N):
+            acc = project(xs[i], bf16_parts(ws[i])[part], acc, PARTS)
+        sums = sums + (acc,)
+    total = sums[0] + sums[1]
+    if PARTS > 2:
+        total += sums[2]
+    return total
+
+
+@triton.jit
 def projection_kernel(
     X, W, P, tokens, hidden, x_token, x_stream,
     N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
     PARTS: tl.constexpr, CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr, LOG: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, LOG: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """P [S, tokens, C]: sums of 2^LOG groups each."""
     in_turn(PDL)
@@ -169,10 +202,16 @@ def projection_kernel(
         for _ in range(2 if LOG > 1 else 1):
             twos = tl.zeros((BM, CP), tl.float32)
             for _ in range(2 if LOG > 0 else 1):
-                twos += group_sums(
-                    X, W, local, tokens - start, hidden, group, x_token, x_stream,
-                    N, C, CP, SLOTS, TURNS, PARTS, CUT, BM, BK, EVEN, GROUPS,
-                )  # fmt: skip
+                if AT_ONCE:
+                    twos += one_block(
+                        X, W, local, tokens - start, hidden, group, x_token, x_stream,
+                        N, C, CP, PARTS, BM, BK, EVEN,
+                    )  # fmt: skip
+                else:
+                    twos += group_sums(
+                        X, W, local, tokens - start, hidden, group, x_token, x_stream,
+                        N, C, CP, SLOTS, TURNS, PARTS, CUT, BM, BK, EVEN, GROUPS,
+                    )  # fmt: skip
                 group += 1
             fours += twos
         total += fours
@@ -228,7 +267,7 @@ def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
         chosen = {"GROUPS": 128, "LOG": log, "BM": 64, "num_warps": 4, "num_stages": 4}
     else:
         chosen = {"GROUPS": 8, "LOG": 0, "BM": 128, "num_warps": 8, "num_stages": 3}
-    chosen["BEFORE"] = True
+    chosen["BEFORE"] = most > AT_ONCE_TOKENS
     if x != torch.bfloat16:
         chosen |= {"BM": 64, "num_warps": 4, "num_stages": 1}  # its operands are computed with
         if most > FEW:  # tensor cores cut a sum's last bits off at every step
@@ -268,11 +307,14 @@ def partials(
     tokens, n, hidden = x.shape
     chosen = dict(chosen or tiling(tokens, n, x.dtype))
     w, how = weights(x.dtype, w, precision, chosen.pop("BEFORE"))
+    blocks = triton.cdiv(hidden, block(x.dtype)) if isinstance(hidden, int) else chosen["GROUPS"] + 1
+    at_once = how["CUT"] and how["TURNS"] == 1 and blocks <= chosen["GROUPS"]
     s = splits(hidden, x.dtype, chosen["GROUPS"], chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)
     grid = ((tokens + chosen["BM"] - 1) // chosen["BM"], s)
     launched(projection_kernel, wrap_triton(projection_kernel), x, grid)(
         x, w, p, tokens, hidden, x.stride(0), x.stride(1), N=n, BK=block(x.dtype),
-        EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, **how, **chosen,
+        EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, AT_ONCE=at_once, **how,
+        **chosen,
     )  # fmt: skip
     return p
