@@ -12,11 +12,11 @@ from inductor_ext.lowerings.sites import NoSite
 @dataclasses.dataclass(frozen=True)
 class Logit:
     """``scale * z + base`` of one column: z is a row of a projection times the inverse root mean
-    square. Rows are (leaf, transposed, column), scales and bases (leaf, index)."""
+    square. Rows are (leaf, transposed, column), scales and bases (leaf, index), or None for z."""
 
     row: tuple[int, bool, int]
-    scale: tuple[int, int]
-    base: tuple[int, int]
+    scale: tuple[int, int] | None
+    base: tuple[int, int] | None
     rms_eps: float
     norm_weight: int | None
 
@@ -51,14 +51,22 @@ class Gates:
             raise NoSite("the norm is not rsqrt(mean of squares + eps)")
         if "parameter" not in factors:
             raise NoSite("a gate's scale is not a parameter")
+        scale = self.terms[factors["parameter"]][1:]
+        return self._logit(factors, scale, self.terms[base][1:])
+
+    def _logit(self, factors: dict[str, int], scale: Any, base: Any) -> Logit:
         row, norm_weight = self._row(self.terms[factors["projected"]])
-        return Logit(
-            row,
-            self.terms[factors["parameter"]][1:],
-            self.terms[base][1:],
-            self._eps(factors["rsqrt"]),
-            norm_weight,
-        )
+        return Logit(row, scale, base, self._eps(factors["rsqrt"]), norm_weight)
+
+    def column(self, term: int) -> Logit | None:
+        """A column z by itself; None for other terms, and columns of another norm."""
+        factors = {self.terms[f][0]: f for f in self.terms.factors(term)}
+        if len(self.terms.factors(term)) != 2 or factors.keys() != {"projected", "rsqrt"}:
+            return None
+        try:
+            return self._logit(factors, None, None)
+        except NoSite:
+            return None
 
     def _row(self, projected: tuple[Any, ...]) -> tuple[tuple[int, bool, int], int | None]:
         _, leaf, transposed, column, *inputs = projected

@@ -3,7 +3,8 @@
 The projection, the norm, the gates and the unrolled Sinkhorn loop are found by structure in the
 graph in front of AOTAutograd (``shadow``), so that the operation's own gradient is what is traced.
 Iterations, both eps, the multiplier, the order of the columns and the matrix's orientation are read
-off the graph. The model's head (``mhc_head``), which has no other gates, is found the same way.
+off the graph. Where only the pre gates are of this scheme, and for the model's head, which has no
+others, ``mhc_collapse`` takes their place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import operator
 from typing import Any
 
 import torch
-from inductor_ext.lowerings import mhc_sites
+from inductor_ext.lowerings import mhc_collapse, mhc_operands, mhc_sites
 from inductor_ext.lowerings.mhc_arrays import Array
 from inductor_ext.lowerings.mhc_entries import Reader, aten, shape_of
 from inductor_ext.lowerings.mhc_gates import Gates, Logit, Matrix, turned
@@ -26,7 +27,6 @@ from inductor_ext.lowerings.sites import (
     apply,
     describe,
     leave,
-    program_node,
 )
 
 from inductor_ext import compat, registry, shadow
@@ -204,15 +204,24 @@ def _match(site: _Site, columns: int) -> Replacement | None:
     offsets = {(m, o) for m, o, _ in parsed}
     if len(offsets) != 1 or parsed[0][0] != 1.0:
         raise NoSite("the pre gates are not sigmoid + eps")
+    pre_eps = parsed[0][1]
     logits = site.logits([a for _, _, a in parsed])
-    _check_eps(parsed[0][1], logits[0].rms_eps)
-    comb = site.comb()
-    post = site.post(pre)
-    if comb is None or post is None:
-        if columns != site.n:
+    _check_eps(pre_eps, logits[0].rms_eps)
+    try:
+        comb, post = site.comb(), site.post(pre)
+        if comb is None or post is None:
+            if columns == site.n:
+                return mhc_collapse.head(site, u, logits, pre_eps)
             missing = "matrix of a Sinkhorn loop" if comb is None else "second group of gates"
             raise NoSite(f"no {missing} was found")
-        return _replace_head(site, u, logits, parsed[0][1])
+        return _whole(site, u, logits, pre_eps, post, comb)
+    except NoSite as reason:
+        return mhc_collapse.gates_alone(site, u, logits, pre_eps, str(reason))
+
+
+def _whole(
+    site: _Site, u: Any, logits: list[Logit], pre_eps: float, post: tuple[Any, list[int]], comb: Any
+) -> Replacement:
     _check_eps(comb[4])
     posts = [site.gates.sigmoid(t) for t in post[1]]
     if len({m for m, _, _ in posts}) != 1 or any(o != 0.0 for _, o, _ in posts):
@@ -224,79 +233,7 @@ def _match(site: _Site, columns: int) -> Replacement | None:
         site.logits([a for _, _, a in posts]),
         site.logits([t for row in comb[2] for t in row]),
     )
-    return _replace(site, (u, post[0], comb), groups, parsed[0][1], posts[0][0])
-
-
-def _shared(site: _Site, logits: list[Logit]) -> tuple[float, Any]:
-    """(eps of the norm, its weight) that all columns have."""
-    if len({(e.rms_eps, e.norm_weight) for e in logits}) != 1:
-        raise NoSite("the columns have different norms")
-    if len({e.row for e in logits}) != len(logits):
-        raise NoSite("two gates have the same column")
-    weight = logits[0].norm_weight
-    return logits[0].rms_eps, None if weight is None else site.reader.leaves[weight]
-
-
-def _program_node(site: _Site, leaf: Any) -> Any:
-    node = program_node(site.shadow, leaf)
-    if leaf.meta["val"].device != site.x.meta["val"].device:
-        raise NoSite(f"{node.name} is on another device")
-    return node
-
-
-def _operands(site: _Site, groups: tuple[list[Logit], ...]) -> Any:
-    """(rows, scales, bases, norm weight, eps) as nodes of the program."""
-    every = [e for group in groups for e in group]
-    rms_eps, weight = _shared(site, every)
-    leaf = lambda i: _program_node(site, site.reader.leaves[i])  # noqa: E731
-    rows = [(leaf(e.row[0]), *e.row[1:]) for e in every]
-    scales = []
-    for group in groups:
-        if len({e.scale for e in group}) != 1:
-            raise NoSite("a group of gates has several scales")
-        scales.append((leaf(group[0].scale[0]), group[0].scale[1]))
-    bases = [(leaf(e.base[0]), e.base[1]) for e in every]
-    return rows, scales, bases, None if weight is None else _program_node(site, weight), rms_eps
-
-
-def _weight(program: Program, rows: Any, norm_weight: Any) -> Any:
-    w = program.rows(rows)
-    if norm_weight is None:
-        return w
-    weight, width = program.call("reshape", norm_weight, -1), value_of(w).shape[1]
-    if value_of(weight).shape[0] != width:  # the first of several layers' in one tensor
-        weight = program.call(operator.getitem, weight, slice(0, width))
-    return program.call(operator.mul, w, weight)
-
-
-def _inside(site: _Site, outputs: set[Any]) -> set[Any]:
-    """The nodes of the program that depend on the projection, up to the results."""
-    reached: set[Any] = set()
-    for node in site.nodes:
-        if node in outputs:
-            continue
-        sources = set(node.all_input_nodes)
-        own = site.reader.found.get(site.shadow.of[node])
-        made = isinstance(own, Entries) and any(
-            site.terms[f][0] == "projected" for t in own.array.flat for f in site.terms.factors(t)
-        )
-        if made or not sources.isdisjoint(reached):
-            reached.add(node)
-    # What only lies behind the results may stay.
-    inside: set[Any] = set()
-    stack = [s for out in outputs for s in out.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node in reached and node not in inside and node not in outputs:
-            inside.add(node)
-            stack.extend(node.all_input_nodes)
-    return inside
-
-
-def _inputs(x: Any, operands: Any) -> list[Any]:
-    rows, scales, bases, norm_weight, _ = operands
-    found = [x, *(r[0] for r in rows), *(s[0] for s in scales), *(b[0] for b in bases)]
-    return list(dict.fromkeys(found if norm_weight is None else [*found, norm_weight]))
+    return _replace(site, (u, post[0], comb), groups, pre_eps, posts[0][0])
 
 
 def _part(i: int) -> Any:
@@ -307,14 +244,14 @@ def _replace(
     site: _Site, outputs: Any, groups: tuple[list[Logit], ...], pre_eps: float, post_mult: float
 ) -> Replacement:
     u, post, (comb, is_turned, _, iters, eps) = outputs
-    operands = _operands(site, groups)
+    operands = mhc_operands.given(site, groups)
     rows, scales, bases, norm_weight, rms_eps = operands
-    x = _program_node(site, site.x)
+    x = mhc_operands.program_node(site, site.x)
     if compat.in_aot_mode() and not all(map(compat.is_static, site.reader.lead_sizes)):
         raise NoSite("a package would call Python for any number of tokens")
 
     def emit(program: Program) -> Any:
-        w = _weight(program, rows, norm_weight)
+        w = mhc_operands.weight(program, rows, norm_weight)
         scale, base = program.vector(scales), program.vector(bases)
         options = iters, rms_eps, pre_eps, eps, post_mult
         op = mhc_sites.operation(NAME)
@@ -330,27 +267,8 @@ def _replace(
     if norm_weight is not None:
         reason += ", a weighted norm"
     return Replacement(
-        NAME, NAME, describe(NAME, site.x), reason, _inputs(x, operands), made,
-        _inside(site, set(made)), emit,
-    )  # fmt: skip
-
-
-def _replace_head(site: _Site, u: Any, logits: list[Logit], pre_eps: float) -> Replacement:
-    operands = _operands(site, (logits,))
-    rows, scales, bases, norm_weight, rms_eps = operands
-    x = _program_node(site, site.x)
-
-    def emit(program: Program) -> Any:
-        w = _weight(program, rows, norm_weight)
-        scale, base = program.vector(scales), program.vector(bases)
-        op = mhc_sites.operation("mhc_head")
-        whole = program.call(op, x, w, scale, base, rms_eps, pre_eps)
-        return program.shaped(program.call(operator.getitem, whole, 0), u)
-
-    reason = f"the head of a model, eps {rms_eps:g} and {pre_eps:g}"
-    return Replacement(
-        NAME, "mhc_head", describe("mhc_head", site.x), reason, _inputs(x, operands),
-        {u: lambda program, made: made}, _inside(site, {u}), emit,
+        NAME, NAME, describe(NAME, site.x), reason, mhc_operands.inputs(x, operands), made,
+        mhc_operands.inside(site, set(made)), emit,
     )  # fmt: skip
 
 
@@ -369,6 +287,7 @@ def rewrite(graph: Any) -> None:
     found: list[Replacement] = []
     for first, (candidates, columns) in sites.items():
         why: NoSite | None = None
+        best: Replacement | None = None
         for x in candidates:
             try:
                 site = _Site(seen, x, positions, set(sites))
@@ -376,12 +295,14 @@ def rewrite(graph: Any) -> None:
             except NoSite as reason:
                 why = why or reason
                 continue
-            if replacement is not None:
-                found.append(replacement)
+            if best is None or (replacement is not None and replacement.chosen == NAME):
+                best = replacement
+            if best is not None and best.chosen == NAME:
                 break
-        else:
-            if why is not None:
-                leave(NAME, describe(NAME, first), str(why))
+        if best is not None:
+            found.append(best)
+        elif why is not None:
+            leave(NAME, describe(NAME, first), str(why))
     apply(seen, graph, found)
 
 

@@ -30,7 +30,7 @@ def stride_divisor(x: torch.Tensor) -> int:
     return min(divisor(x.stride(d), x.element_size()) for d in (0, 1))
 
 
-def results(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
+def results(x: torch.Tensor, columns: int, head: bool = False) -> tuple[torch.Tensor, ...]:
     """Memory for what ``fuse`` returns, of as many ``columns`` of the projection."""
     tokens, n, hidden = x.shape
 
@@ -39,7 +39,7 @@ def results(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
 
     u = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     sums = empty(tokens, columns), empty(tokens)
-    return (u, *sums) if columns == n else (u, empty(tokens, n), empty(tokens, n, n), *sums)
+    return (u, *sums) if head else (u, empty(tokens, n), empty(tokens, n, n), *sums)
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:

@@ -46,14 +46,13 @@ def squares(x, total, N: tl.constexpr):
 def fuse_kernel(
     X, P, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
     tokens, hidden, x_token, x_stream, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-    N: tl.constexpr, HEAD: tl.constexpr, INSIDE: tl.constexpr, CP: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr, INSIDE: tl.constexpr, CP: tl.constexpr,
     S: tl.constexpr, LOG: tl.constexpr, H_OF: tl.constexpr,
     STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         in_turn(PDL)
-    C: tl.constexpr = N if HEAD else N * (N + 2)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
     x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
     # Doubles in programs that Inductor writes.
@@ -79,7 +78,7 @@ def fuse_kernel(
         mixes = summed_apart(P + t * C, wide * C, column, used, S, LOG)
     else:
         mixes = summed(P + t * C + column, wide * C, used, S, LOG)
-    base = tl.load(BASE + column, mask=used, other=0.0)
+    base = tl.load(BASE + column, mask=column < N if HEAD else used, other=0.0)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(HELD):
         total = squares(held[k], total, N)
@@ -148,14 +147,14 @@ def fuse(
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
     chosen: dict[str, Any] | None = None, early: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns]; (U, mixes, sqrsum) for a
-    head's n columns. ``early`` where the kernel before is the projection, which waited for all
+    """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns]; (U, mixes, sqrsum) where
+    base has n elements, those of the pre gates. ``early`` where the kernel before is the projection, which waited for all
     that wrote X: it need not be waited for to read it."""
     tokens, n, hidden = x.shape
     s, columns = p.shape[0], p.shape[2]
-    head = columns == n
+    head = base.shape[0] == n
     chosen = chosen or row_tile(n, hidden, x.element_size())
-    out = results(x, columns)
+    out = results(x, columns, head)
     u, *coefficients, mixes, sqrsum = out
     post, comb = (mixes, mixes) if head else coefficients
     few = isinstance(tokens, int) and tokens <= FEW
@@ -167,7 +166,7 @@ def fuse(
     launched(fuse_kernel, wrap_triton(fuse_kernel), x, (2 * tokens if inside else tokens,))(
         x, p, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden,
         x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-        N=n, HEAD=head, INSIDE=inside, EARLY=early,
+        N=n, C=columns, HEAD=head, INSIDE=inside, EARLY=early,
         CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
         H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
     )  # fmt: skip
@@ -204,7 +203,7 @@ def from_mixes(
     return slabs.fuse(x, p, q, dense(scale), dense(base), *options)
 
 
-def head(
+def collapse(
     x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, rms_eps: float,
     pre_eps: float, precision: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip

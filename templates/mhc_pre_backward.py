@@ -66,23 +66,57 @@ def split(x):
 
 
 @triton.jit
-def put_slope(DRAW, SUMS, at, column, dlogit, z, r, scale, mask, M: tl.constexpr):
-    """Store draw in two parts and, from ``column`` on, the sums of dlogit and dlogit z."""
-    high, low = split(r * (scale * dlogit))
+def put_draw(DRAW, at, draw, mask, M: tl.constexpr):
+    """Store draw in two parts."""
+    high, low = split(draw)
     tl.store(DRAW + at, high, mask=mask)
     tl.store(DRAW + M + at, low, mask=mask)
+
+
+@triton.jit
+def put_sums(SUMS, column, dlogit, z, L: tl.constexpr):
+    """Store, from ``column`` of L on, the sums of dlogit and dlogit z."""
     blocks = tl.num_programs(0)
     sums_at = SUMS + (column + tl.arange(0, dlogit.shape[1])) * blocks + tl.program_id(0)
     tl.store(sums_at, tl.sum(dlogit, 0))
-    tl.store(sums_at + M * blocks, tl.sum(dlogit * z, 0))
+    tl.store(sums_at + L * blocks, tl.sum(dlogit * z, 0))
+
+
+@triton.jit
+def put_slope(DRAW, SUMS, at, column, dlogit, z, r, scale, mask, M: tl.constexpr):
+    put_draw(DRAW, at, r * (scale * dlogit), mask, M)
+    put_sums(SUMS, column, dlogit, z, M)
+
+
+@triton.jit
+def put_given(
+    DRAW, DMIXES, DSQRSUM, at, dlogit, f, r, scale, t, rows, inside, N: tl.constexpr,
+    M: tl.constexpr, P: tl.constexpr, HAS_MIXES: tl.constexpr, HAS_SQRSUM: tl.constexpr,
+):  # fmt: skip
+    """Store draw of a collapse, whose sums have gradients of their own; returns f with theirs."""
+    i = tl.arange(0, N)[None, :]
+    draw = r[:, None] * (scale * dlogit)
+    if HAS_MIXES:
+        draw += tl.load(DMIXES + at * M + i, mask=rows, other=0.0)
+    put_draw(DRAW, at * (2 * M) + i, draw, rows, M)
+    if M > N:
+        k = N + tl.arange(0, P)[None, :]
+        there = rows & (k < M)
+        others = tl.zeros([rows.shape[0], P], tl.float32)
+        if HAS_MIXES:
+            others = tl.load(DMIXES + at * M + k, mask=there, other=0.0)
+        put_draw(DRAW, at * (2 * M) + k, others, there, M)
+    if HAS_SQRSUM:
+        f -= 2.0 * tl.load(DSQRSUM + t, mask=inside, other=0.0)
+    return f
 
 
 @triton.jit
 def logits_kernel(
     MIXES, SQRSUM, SCALE, BASE, DPRE, DPOST, DCOMB, DRAW, COEFFICIENTS, SUMS,
     tokens, width, rms_eps, pre_eps, eps, post_mult,
-    N: tl.constexpr, M: tl.constexpr, B: tl.constexpr, HAS_DU: tl.constexpr,
-    HAS_POST: tl.constexpr, HAS_COMB: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, HEAD: tl.constexpr, B: tl.constexpr,
+    HAS_DU: tl.constexpr, HAS_POST: tl.constexpr, HAS_COMB: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     rms_eps, pre_eps = tl.cast(rms_eps, tl.float32), tl.cast(pre_eps, tl.float32)
     eps, post_mult = tl.cast(eps, tl.float32), tl.cast(post_mult, tl.float32)
@@ -100,8 +134,14 @@ def logits_kernel(
         dlogit = dpre * gate * (1.0 - gate)
     tl.store(COEFFICIENTS + i * tokens + at, gate + pre_eps, mask=rows)
     norm = tl.sum(scale * dlogit * z, 1)
-    put_slope(DRAW, SUMS, at * (2 * M) + i, 0, dlogit, z, r[:, None], scale, rows, M)
-    if M > N:
+    if HEAD:  # DPOST and DCOMB are those of the sums
+        put_sums(SUMS, 0, dlogit, z, N)
+        f = put_given(
+            DRAW, DPOST, DCOMB, at, dlogit, r * r / width * norm, r, scale, t, rows, inside,
+            N, M, P, HAS_POST, HAS_COMB,
+        )  # fmt: skip
+    else:
+        put_slope(DRAW, SUMS, at * (2 * M) + i, 0, dlogit, z, r[:, None], scale, rows, M)
         scale = tl.load(SCALE + 1).to(tl.float32)
         z = tl.load(MIXES + at * M + N + i, mask=rows, other=0.0) * r[:, None]
         dlogit = tl.zeros([B, N], tl.float32)
@@ -124,7 +164,8 @@ def logits_kernel(
         put_slope(
             DRAW, SUMS, at * (2 * M) + 2 * N + ij, 2 * N, dlogit, z, r[:, None], scale, rows, M
         )
-    tl.store(COEFFICIENTS + N * tokens + t, r * r / width * norm, mask=inside)
+        f = r * r / width * norm
+    tl.store(COEFFICIENTS + N * tokens + t, f, mask=inside)
 
 
 # Products of few rows, so that Triton takes mma.sync: the fence in front of a wgmma would wait for
@@ -391,22 +432,22 @@ def slopes(
     """What the gradient of X [T, n, H] is made of, and dscale and dbase.
 
     Returns draw [T, 2, M] in two bf16 parts, the coefficients pre_i and f [n + 1, T] in fp32, and
-    the sums [2, M, blocks] of dlogit and dlogit z over blocks of tokens. M is n (n + 2), or n for
-    the head, whose base has n elements.
+    the sums [2, L, blocks] of dlogit and dlogit z over blocks of tokens, L the elements of base.
+    L = n is a collapse, of which dpost and dcomb are the gradients of mixes [T, M] and sqrsum [T].
     """
     tokens, n, hidden = x.shape
-    m = base.shape[0]
+    m, gates = mixes.shape[1], base.shape[0]
     dpre = x if du is None else products(x, du)
     block = block_of(n, warps)
     blocks = triton.cdiv(tokens, block)
     draw = torch.empty((tokens, 2, m), dtype=torch.bfloat16, device=x.device)
     coefficients = torch.empty((n + 1, tokens), dtype=torch.float32, device=x.device)
-    sums = torch.empty((2, m, blocks), dtype=torch.float32, device=x.device)
+    sums = torch.empty((2, gates, blocks), dtype=torch.float32, device=x.device)
     wrap_triton(logits_kernel)[(blocks,)](
         mixes, sqrsum, scale, base, dpre, x if dpost is None else dpost,
         x if dcomb is None else dcomb, draw, coefficients, sums,
         tokens, n * hidden, rms_eps, pre_eps, eps, post_mult,
-        N=n, M=m, B=block, HAS_DU=du is not None, HAS_POST=dpost is not None,
+        N=n, M=m, P=triton.next_power_of_2(max(m - n, 1)), HEAD=gates == n, B=block, HAS_DU=du is not None, HAS_POST=dpost is not None,
         HAS_COMB=dcomb is not None, ITERS=iters, HELD=held_rounds(iters), num_warps=warps,
     )  # fmt: skip
     return draw, coefficients, sums
@@ -450,12 +491,12 @@ def backward(
     du: torch.Tensor | None, dpost: torch.Tensor | None, dcomb: torch.Tensor | None, iters: int,
     rms_eps: float, pre_eps: float, eps: float, post_mult: float, chosen: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dX, dW, dscale, dbase) of X [T, n, H], all contiguous; the head's if base has n elements.
+    """(dX, dW, dscale, dbase) of X [T, n, H], all contiguous; a collapse's if base has n elements.
 
     ``added`` [T, n, H] is another part of dX, added before it is rounded.
     """
     tokens, n, hidden = x.shape
-    m = base.shape[0]
+    m = w.shape[0]
     draw, coefficients, sums = slopes(
         x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult
     )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
     from inductor_ext.ops._distillation import sparse_distillation_loss as sparse_distillation_loss
     from inductor_ext.ops._linear_attention import linear_attention as linear_attention
     from inductor_ext.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from inductor_ext.ops._mhc import mhc_collapse as mhc_collapse
     from inductor_ext.ops._mhc import mhc_head as mhc_head
     from inductor_ext.ops._mhc import mhc_post as mhc_post
     from inductor_ext.ops._mhc import mhc_post_pre as mhc_post_pre
@@ -34,6 +35,7 @@ _HOME = {
     "linear_cross_entropy": "_linear_cross_entropy",
     "linear_recurrence": "_recurrence",
     "log_softmax": "_softmax",
+    "mhc_collapse": "_mhc",
     "mhc_head": "_mhc",
     "mhc_post": "_mhc",
     "mhc_post_pre": "_mhc",

@@ -132,16 +132,16 @@ def _post_pre(
     return X1.reshape(X.shape), *_leading(X.shape[:-2], found)
 
 
-@triton_op("inductor_ext::mhc_head", mutates_args=())
-def _head(
+@triton_op("inductor_ext::mhc_collapse", mutates_args=())
+def _collapse(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    checks.check_head(X, W, scale, base, rms_eps, pre_eps)
+    checks.check_collapse(X, W, scale, base, rms_eps, pre_eps)
     if not kernels_apply(X):
-        return composed.head(X, W, scale, base, rms_eps, pre_eps)
+        return composed.collapse(X, W, scale, base, rms_eps, pre_eps)
     options = rms_eps, pre_eps, float32_precision()
     with _launching(X):
-        found = pre_kernels.head(_tokens(X, 2), W, scale, base, *options)
+        found = pre_kernels.collapse(_tokens(X, 2), W, scale, base, *options)
     return _leading(X.shape[:-2], found)
 
 
@@ -296,21 +296,24 @@ def _grad_post_pre(ctx: Any, dX1: Any, dU: Any, dpost: Any, dcomb: Any, *_: Any)
 _post_pre.register_autograd(_grad_post_pre, setup_context=_setup_post_pre)
 
 
-def _setup_head(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup_collapse(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.options = inputs[4:]
     ctx.save_for_backward(*inputs[:4], *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 
-def _grad_head(ctx: Any, dU: Any, *_: Any) -> Any:
+def _grad_collapse(ctx: Any, dU: Any, dmixes: Any, dsqrsum: Any) -> Any:
     saved, none = ctx.saved_tensors, (None, None)
+    grads = dU, dmixes, dsqrsum
+    if all(g is None for g in grads):
+        return (None,) * 4 + none
     if _differentiable():
-        return (*_composed_gradients(composed.head, saved[:4], ctx.options, (dU,)), *none)
-    given: Any = (*saved, dU, *ctx.options)
-    return (*backward.head_backward(*given), *none)
+        return (*_composed_gradients(composed.collapse, saved[:4], ctx.options, grads), *none)
+    given: Any = (*saved, *grads, *ctx.options)
+    return (*backward.collapse_backward(*given), *none)
 
 
-_head.register_autograd(_grad_head, setup_context=_setup_head)
+_collapse.register_autograd(_grad_collapse, setup_context=_setup_collapse)
 
 
 def _setup_sinkhorn(ctx: Any, inputs: Any, output: Any) -> None:
@@ -462,6 +465,33 @@ def mhc_post_pre(
         return _post_pre(X, Y, post, comb, W, scale, base, *options)[:4]
 
 
+def mhc_collapse(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, *, rms_eps: float = 1e-6,
+    pre_eps: float = 1e-6, norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A layer's input, and columns of which coefficients of any other form can be made.
+
+        z = r (W u) as in ``mhc_pre``
+        U = sum_i (sigmoid(scale z_i + base_i) + pre_eps) X_i  of the first n columns
+
+    Args:
+        X: [..., n, H]. W: [columns, n H], n to 80 columns. scale: [1]. base: [n], the pre gates'.
+            The rest as for ``mhc_pre``.
+
+    Returns U [..., H] in the dtype of X and all of z [..., columns] in fp32. Gradients, precision,
+    determinism and errors as for ``mhc_pre``; of few columns or many, each has the same bits.
+    """
+    W = _weighted(X, W, norm_weight)
+    options = rms_eps, pre_eps
+    checks.check_collapse(X, W, scale, base, *options)
+    if not kernels_apply(X):
+        U, mixes, sqrsum = composed.collapse(X, W, scale, base, *options)
+    else:
+        with beside(X):
+            U, mixes, sqrsum = _collapse(X, W, scale, base, *options)
+    return U, composed.normalised(mixes, sqrsum, X.shape[-2] * X.shape[-1], rms_eps)
+
+
 def mhc_head(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, *, rms_eps: float = 1e-6,
     pre_eps: float = 1e-6, norm_weight: Tensor | None = None,
@@ -477,9 +507,9 @@ def mhc_head(
     W = _weighted(X, W, norm_weight)
     checks.check_head(X, W, scale, base, rms_eps, pre_eps)
     if not kernels_apply(X):
-        return composed.head(X, W, scale, base, rms_eps, pre_eps)[0]
+        return composed.collapse(X, W, scale, base, rms_eps, pre_eps)[0]
     with beside(X):
-        return _head(X, W, scale, base, rms_eps, pre_eps)[0]
+        return _collapse(X, W, scale, base, rms_eps, pre_eps)[0]
 
 
 def sinkhorn(logits: Tensor, *, iters: int = 20, eps: float = 1e-6) -> Tensor:

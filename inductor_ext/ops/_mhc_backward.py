@@ -78,6 +78,17 @@ def _post_pre(
     return *post_kernels.backward(X, Y, post, comb, total), *rest
 
 
+@triton_op("inductor_ext::mhc_collapse_backward", mutates_args=())
+def _collapse(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
+    dU: Tensor | None, dmixes: Tensor | None, dsqrsum: Tensor | None, rms_eps: float,
+    pre_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return pre_kernels.backward(
+        X, W, scale, base, mixes, sqrsum, None, dU, dmixes, dsqrsum, 1, rms_eps, pre_eps, 0.0, 1.0
+    )
+
+
 @triton_op("inductor_ext::sinkhorn_backward", mutates_args=())
 def _sinkhorn(logits: Tensor, dcomb: Tensor, iters: int, eps: float) -> Tensor:
     return sinkhorn_kernels.sinkhorn_backward(logits, dcomb, iters, eps)
@@ -160,18 +171,28 @@ def post_pre_backward(
     return *_composed_post(X, Y, post, comb, dx1), *rest
 
 
-def head_backward(
-    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor, dU: Tensor,
-    rms_eps: float, pre_eps: float,
+def collapse_backward(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor, dU: Grad,
+    dmixes: Grad, dsqrsum: Grad, rms_eps: float, pre_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dX, dW, dscale, dbase) of ``mhc_head``.
+    """(dX, dW, dscale, dbase) of ``mhc_collapse``, whose sums have gradients too.
 
     Args:
-        X: [..., n, H]. W: [n, n H]. scale: [1]. base: [n]. dU: [..., H].
-        mixes, sqrsum: [..., n] and [...], as the forward returned them.
+        X: [..., n, H]. W: [columns, n H]. scale: [1]. base: [n]. dU: [..., H].
+        mixes, sqrsum: [..., columns] and [...], as the forward returned them; dmixes and dsqrsum
+            their gradients. None for zeros.
     """
-    dx, dw, dscale, dbase = _composed_head(X, W, scale, base, mixes, sqrsum, dU, rms_eps, pre_eps)
-    return dx.to(X.dtype), dw, dscale, dbase
+    options = rms_eps, pre_eps
+    if kernels_apply(X):
+        dx, *rest = _collapse(
+            _dense(X, 2), W.contiguous(), scale.contiguous(), base.contiguous(), _dense(mixes, 1),
+            _dense(sqrsum, 0), _dense(dU, 1), _dense(dmixes, 1), _dense(dsqrsum, 0), *options,
+        )  # fmt: skip
+        return dx.reshape(X.shape), *rest
+    dx, *rest = _composed_collapse(
+        X, W, scale, base, mixes, sqrsum, dU, dmixes, dsqrsum, *options
+    )
+    return dx.to(X.dtype), *rest
 
 
 def sinkhorn_backward(logits: Tensor, dcomb: Tensor, iters: int, eps: float) -> Tensor:
@@ -204,14 +225,19 @@ def _composed_sinkhorn(logits: Tensor, dcomb: Tensor, iters: int, eps: float) ->
 
 def _by_gates(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, z: Tensor, r: Tensor, dU: Tensor,
-    pre: Tensor, columns: list[Tensor], dlogit: Tensor,
+    pre: Tensor, columns: list[Tensor], dlogit: Tensor, dmixes: Grad = None, dsqrsum: Grad = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients from that of the logits; ``columns[k]`` counts those that scale[k] is for."""
+    """The gradients from that of the logits; ``columns[k]`` counts those that scale[k] is for.
+    W may have more columns than there are logits, where dmixes are the gradients of all."""
     n, hidden = X.shape[-2:]
     per_column = torch.cat([s.expand(len(c)) for s, c in zip(wide(scale), columns, strict=True)])
     dz = dlogit * per_column
-    draw = r * dz
+    draw = torch.nn.functional.pad(r * dz, (0, W.shape[0] - dz.shape[-1]))
     norm = r * r / (n * hidden) * (dz * z).sum(-1, keepdim=True)
+    if dmixes is not None:
+        draw = draw + wide(dmixes)
+    if dsqrsum is not None:
+        norm = norm - 2 * wide(dsqrsum)[..., None]
     x = wide(X).flatten(-2)
     rows = draw.reshape(-1, draw.shape[-1])
     with without_autocast(X):
@@ -254,18 +280,19 @@ def _composed_pre(
     return _by_gates(X, W, scale, base, z, r, dU, gate + pre_eps, columns, dlogit)
 
 
-def _composed_head(
-    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor, dU: Tensor,
-    rms_eps: float, pre_eps: float,
+def _composed_collapse(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor, dU: Grad,
+    dmixes: Grad, dsqrsum: Grad, rms_eps: float, pre_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, hidden = X.shape[-2:]
     r = torch.rsqrt(wide(sqrsum)[..., None] / (n * hidden) + rms_eps)
-    z = wide(mixes) * r
+    z = wide(mixes)[..., :n] * r
     gate = torch.sigmoid(wide(scale) * z + wide(base))
-    dU = wide(dU)
+    dU = _or_zeros(dU, z, (*X.shape[:-2], hidden))
     dlogit = (dU[..., None, :] * wide(X)).sum(-1) * gate * (1 - gate)
     columns = [torch.arange(n, device=X.device)]
-    return _by_gates(X, W, scale, base, z, r, dU, gate + pre_eps, columns, dlogit)
+    given = dU, gate + pre_eps, columns, dlogit, dmixes, dsqrsum
+    return _by_gates(X, W, scale, base, z, r, *given)
 
 
 def _composed_post(

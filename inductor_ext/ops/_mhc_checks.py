@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 STREAMS = (2, 4, 8)
+MOST_COLUMNS = 80  # of a projection: n (n + 2) of 8 streams
 
 
 def check_residual(X: Tensor) -> None:
@@ -71,16 +72,28 @@ def check_pre(X: Tensor, W: Tensor, scale: Tensor, base: Tensor, *options: Any) 
     check("W", W, (n * (n + 2), n * hidden), X, wide_or_bf16(X))
 
 
-def check_head(
+def check_collapse(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float
 ) -> None:
     check_residual(X)
     n, hidden = X.shape[-2:]
-    check("W", W, (n, n * hidden), X, wide_or_bf16(X))
+    if W.dim() != 2 or not n <= W.shape[0] <= MOST_COLUMNS:
+        raise ValueError(
+            f"W is expected as [columns, {n * hidden}] with {n} to {MOST_COLUMNS} columns, got "
+            f"{list(W.shape)}"
+        )
+    check("W", W, (W.shape[0], n * hidden), X, wide_or_bf16(X))
     check("scale", scale, (1,), X)
     check("base", base, (n,), X)
     check_number("rms_eps", rms_eps)
     check_number("pre_eps", pre_eps)
+
+
+def check_head(X: Tensor, W: Tensor, *others: Any) -> None:
+    check_residual(X)
+    n, hidden = X.shape[-2:]
+    check("W", W, (n, n * hidden), X, wide_or_bf16(X))
+    check_collapse(X, W, *others)
 
 
 def check_post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> None:

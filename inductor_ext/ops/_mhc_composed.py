@@ -99,10 +99,11 @@ def post_pre(
     return X1, *pre(X1, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
 
 
-def head(
+def collapse(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(U, mixes, sqrsum)."""
+    n = X.shape[-2]
     mixes, sqrsum = projection(X, W)
-    z = normalised(mixes, sqrsum, X.shape[-2] * X.shape[-1], rms_eps)
+    z = normalised(mixes[..., :n], sqrsum, n * X.shape[-1], rms_eps)
     return apply(X, torch.sigmoid(scale * z + base) + pre_eps), mixes, sqrsum

@@ -24,7 +24,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 EPS = 1e-6, 1e-6, 1e-6, 2.0
 NAMES = {
     "pre": ("dX", "dW", "dscale", "dbase"),
-    "head": ("dX", "dW", "dscale", "dbase"),
+    "collapse": ("dX", "dW", "dscale", "dbase"),
     "post": ("dX", "dY", "dpost", "dcomb"),
     "post_pre": ("dX", "dY", "dpost", "dcomb", "dW", "dscale", "dbase"),
 }
@@ -147,16 +147,26 @@ def test_post(case):
         judge("post", (backward.post_backward(*inputs, grad), truth, eager))
 
 
+@pytest.mark.parametrize("of_sums", [False, True])
 @pytest.mark.parametrize("case", ["even", "two streams"])
-def test_head(case):
+def test_collapse(case, of_sums):
+    """The model's head, and with more columns, of whose sums there are gradients too."""
     T, n, H, dtype, w_dtype = CASES[case]
-    given, _ = operands(T, n, H, dtype, w_dtype, head=True)
-    wide, own, grad = leaves(given, FP64), leaves(given), torch.randn(T, H).to(dtype)
-    truth = grads_of([reference.head(*wide)], [grad], wide)
-    eager = grads_of(composed.head(*own, *EPS[:2])[:1], [grad], own)
+    (X, W, scale, base), _ = operands(T, n, H, dtype, w_dtype, head=not of_sums)
+    given = X, W, scale[:1], base[:n]
+    grads = [torch.randn(T, H).to(dtype)]
+    if of_sums:
+        grads += [torch.randn(T, W.shape[0]), torch.randn(T) / H]
+    wide, own = leaves(given, FP64), leaves(given)
+    right = reference.head(*wide) if not of_sums else composed.collapse(*wide, *EPS[:2])
+    truth = grads_of([right] if not of_sums else right, grads, wide)
+    eager = grads_of(composed.collapse(*own, *EPS[:2])[: len(grads)], grads, own)
     saved = *given, *mixes_of(*given[:2])
-    with kernels():
-        judge("head", (backward.head_backward(*saved, grad, *EPS[:2]), truth, eager))
+    grads += [None] * (3 - len(grads))
+    for by in (kernels, contextlib.nullcontext):
+        with by():
+            found = backward.collapse_backward(*saved, *grads, *EPS[:2])
+            judge("collapse", (found, truth, eager))
 
 
 @pytest.mark.parametrize(("n", "iters"), [(2, 20), (4, 1), (4, 20), (4, 21), (4, 45), (8, 20)])

@@ -36,7 +36,7 @@ def launches(tokens, n, hidden, dtype):
     given = y, post, comb
     return {
         "pre": lambda: mhc_pre.pre(x, w, scale, base, *OPTIONS, "ieee"),
-        "head": lambda: mhc_pre.head(x, w[:n], scale[:1], base[:n], 1e-6, 1e-6, "ieee"),
+        "collapse": lambda: mhc_pre.collapse(x, w, scale[:1], base[:n], 1e-6, 1e-6, "ieee"),
         "pre with squares": lambda: mhc_pre.pre(
             x, w, scale, base, *OPTIONS, "ieee", q=sqrsum[None]
         ),
@@ -46,9 +46,9 @@ def launches(tokens, n, hidden, dtype):
         "pre_backward": lambda: mhc_pre_backward.backward(
             x, w, scale, base, mixes, sqrsum, x, *given, *OPTIONS
         ),
-        "head_backward": lambda: mhc_pre_backward.backward(
-            x, w[:n], scale[:1], base[:n], mixes[:, :n], sqrsum, None, y, None, None, 1, 1e-6,
-            1e-6, 0.0, 1.0,
+        "collapse_backward": lambda: mhc_pre_backward.backward(
+            x, w, scale[:1], base[:n], mixes, sqrsum, None, y, mixes, sqrsum, 1, 1e-6, 1e-6, 0.0,
+            1.0,
         ),
         "post_backward": lambda: mhc_post_backward.backward(x, y, post, comb, x),
     }  # fmt: skip

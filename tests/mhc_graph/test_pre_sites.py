@@ -123,7 +123,7 @@ def test_the_head():
     x, w, scale, base = (t.detach() for t in pre_inputs())
     args = [x, w[:4].clone(), scale[:1].clone(), base[:4].clone()]
     program = edited(mhc_forms.deepseek_head, *args, grad=False)
-    assert program.operations == ["mhc_head"]
+    assert program.operations == ["mhc_collapse"]
     assert program.decisions[0].reason == "the head of a model, eps 1e-06 and 1e-06"
     fn = lambda x, w, scale, base: mhc_forms.deepseek_head(x, w, scale, base)  # noqa: E731
     judge_all(with_gradients(program.run(fn), args), fn, args)

@@ -27,7 +27,7 @@ def tokens(*shape, hidden=64):
 def test_every_site_of_a_stack(form, dynamic):
     """2 layers are 4 sublayers: 3 boundaries are joined, the last streams go to the head."""
     program = edited(stack(form), tokens(2, 5), dynamic=dynamic)
-    expected = ["mhc_pre", *["mhc_post_pre"] * 3, "mhc_post", "mhc_head"]
+    expected = ["mhc_pre", *["mhc_post_pre"] * 3, "mhc_post", "mhc_collapse"]
     assert program.operations == expected
     assert program.left == []
 
@@ -35,8 +35,8 @@ def test_every_site_of_a_stack(form, dynamic):
 @pytest.mark.parametrize(
     ("off", "expected"),
     [
-        ("mhc_post_pre", ["mhc_pre", "mhc_post", "mhc_pre", "mhc_post", "mhc_head"]),
-        ("mhc_post", ["mhc_pre", "mhc_pre", "mhc_head"]),
+        ("mhc_post_pre", ["mhc_pre", "mhc_post", "mhc_pre", "mhc_post", "mhc_collapse"]),
+        ("mhc_post", ["mhc_pre", "mhc_pre", "mhc_collapse"]),
         ("mhc_pre", ["mhc_post", "mhc_post"]),
     ],
 )
@@ -130,7 +130,7 @@ class Checkpointed(torch.nn.Module):
 def test_a_checkpointed_stack():
     """The layers are a graph of their own inside the program's."""
     program = edited(Checkpointed(), tokens(2, 5).requires_grad_(), graphs=2)
-    assert program.operations == ["mhc_pre", "mhc_post_pre", "mhc_post", "mhc_head"]
+    assert program.operations == ["mhc_pre", "mhc_post_pre", "mhc_post", "mhc_collapse"]
 
 
 def test_no_new_frames_for_new_numbers_of_tokens():
