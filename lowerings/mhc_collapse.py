@@ -30,9 +30,7 @@ def head(site: Any, u: Any, logits: list[Logit], pre_eps: float) -> Replacement:
     return _replacement(site, u, logits, [], {}, pre_eps, "mhc_head", "the head of a model, ")
 
 
-def gates_alone(
-    site: Any, u: Any, logits: list[Logit], pre_eps: float, why: str
-) -> Replacement:
+def gates_alone(site: Any, u: Any, logits: list[Logit], pre_eps: float, why: str) -> Replacement:
     """The replacement of the gates where, for the reason ``why``, the rest stays. Raises NoSite."""
     columns = _columns(site, logits[0])
     if not columns:
@@ -68,7 +66,8 @@ def _normed_alike(a: Logit, b: Logit) -> bool:
 
 def _made_of(node: Any, holds: Any) -> bool:
     return any(
-        source in holds or (not isinstance(value_of(source), torch.Tensor) and _made_of(source, holds))
+        source in holds
+        or (not isinstance(value_of(source), torch.Tensor) and _made_of(source, holds))
         for source in node.all_input_nodes
     )
 

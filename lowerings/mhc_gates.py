@@ -165,22 +165,58 @@ class Gates:
             steps += 1
         if steps == 0:
             raise NoSite(self._undivided(matrix))
+        powers = [self._exponents(row) for row in matrix]
+        if None not in powers and steps % 2 == 0 and set(seen) == {0.0}:
+            # Divided by the sums of its rows first, without an eps: a softmax.
+            return [row for row in powers if row is not None], steps // 2, 0.0
         logits = []
         for row in matrix:
             parts = [self.terms.offset(t) for t in row]
-            found = [self.terms[inner] for inner, _ in parts]
-            if any(f[0] != "softmax" for f in found):
+            softened = self._softened([inner for inner, _ in parts])
+            if softened is None:
                 raise NoSite(self._start(matrix))
-            logits.append([f[1] for f in found])
+            logits.append(softened)
             seen += [eps for _, eps in parts]
-            if any(list(f[2:]) != sorted(logits[-1]) for f in found):
-                raise NoSite("the Sinkhorn loop does not begin with a softmax over rows")
         if steps % 2 == 0:
             raise NoSite("the Sinkhorn loop does not begin with columns")
         if len(set(seen)) != 1:
             listed = ", ".join(f"{e:g}" for e in sorted(set(seen)))
             raise NoSite(f"the Sinkhorn loop adds several eps: {listed}")
         return logits, (steps + 1) // 2, seen[0]
+
+    def _softened(self, row: list[int]) -> list[int] | None:
+        """The logits of a row that is a softmax, as one operation or written out."""
+        found = [self.terms[t] for t in row]
+        if all(f[0] == "softmax" for f in found):
+            logits = [f[1] for f in found]
+            return logits if all(list(f[2:]) == sorted(logits) for f in found) else None
+        if any(f[0] != "div" for f in found):
+            return None
+        own = [f[1] for f in found]
+        return self._exponents(own) if {f[2] for f in found} == {self.terms.sum(own)} else None
+
+    def _exponents(self, row: list[int]) -> list[int] | None:
+        """The logits of a row of their powers of e; a maximum that all of them have less is no
+        matter to their shares of a sum."""
+        found = [self.terms[t] for t in row]
+        if any(f[0] != "exp" for f in found):
+            return None
+        exponents = [f[1] for f in found]
+        summands = [self.terms[e][1:] if self.terms[e][0] == "add" else () for e in exponents]
+        shifts = {t for s in summands for t in s if self._is_maximum(t)}
+        if not shifts:
+            return exponents
+        if len(shifts) > 1 or any(shifts.isdisjoint(s) for s in summands):
+            return None
+        return [next(t for t in s if t not in shifts) for s in summands]
+
+    def _is_maximum(self, term: int) -> bool:
+        factors = self.terms.factors(term)
+        kinds = {self.terms[f][0] for f in factors}
+        return (
+            kinds == {"max", "constant"}
+            and self.terms.mul(*factors, self.terms.constant(-1.0)) in factors
+        )
 
     def _undivided(self, matrix: Matrix) -> str:
         """Why a matrix is no step of the loop."""
@@ -199,4 +235,6 @@ class Gates:
             return "the Sinkhorn loop begins with exp, not with a softmax"
         if "div" in kinds:
             return self._undivided(matrix)
+        if any(self.terms.holds(t, "softmax") for t in matrix[0]):
+            return "the Sinkhorn loop does not begin with a softmax over rows"
         return f"the Sinkhorn loop begins with {', '.join(sorted(kinds))}, not with a softmax"

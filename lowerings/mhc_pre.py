@@ -26,15 +26,14 @@ from inductor_ext.lowerings.sites import (
     Replacement,
     apply,
     describe,
+    follow_writes,
     leave,
 )
 
 from inductor_ext import compat, registry, shadow
-from inductor_ext.shadow import value_of
+from inductor_ext.ops._mhc_checks import MOST_COLUMNS
 
 NAME = "mhc_pre"
-_COLUMNS = {n * (n + 2) for n in STREAMS}
-_WIDTHS = _COLUMNS | set(STREAMS) | {n * n for n in STREAMS} | {2 * n for n in STREAMS}
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum", "rmatmul"}
 _ROOTS = ("rsqrt", "sqrt", "pow", "rms_norm", "_fused_rms_norm")
 
@@ -60,14 +59,14 @@ def may_hold_gates(graph: Any) -> bool:
 
 
 def _is_narrow(node: Any) -> bool:
-    """Whether a product has as many columns as a group of gates, or all of them, can have, and
-    more inputs."""
+    """Whether a product has as few columns as the gates of a site, or a group of them, and more
+    inputs."""
     tensor = shadow.value_of(node)
     first = shadow.value_of(node.args[0]) if isinstance(node.args[0], torch.fx.Node) else None
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
         return False
     columns = tensor.shape[-1]
-    if not isinstance(columns, int) or columns not in _WIDTHS:
+    if not isinstance(columns, int) or not min(STREAMS) <= columns <= MOST_COLUMNS:
         return False
     return not isinstance(first, torch.Tensor) or first.shape[-1] > columns
 
@@ -79,7 +78,7 @@ def projections(seen: shadow.Shadow) -> dict[Any, tuple[list[Any], int]]:
         width, columns = shape_of(node.args[1])
         if not compat.is_static(width) or not compat.is_static(columns):
             continue
-        if int(columns) > max(_COLUMNS):
+        if int(columns) > MOST_COLUMNS:
             continue
         candidates = residuals(seen, node.args[0], int(width))
         if candidates:
@@ -187,7 +186,7 @@ def _check_eps(*values: float) -> None:
 
 def _match(site: _Site, columns: int) -> Replacement | None:
     """The replacement of a site; None where nothing looks like one. Raises NoSite."""
-    whole = columns in _COLUMNS and columns == site.n * (site.n + 2)
+    whole = columns == site.n * (site.n + 2)
     collapsed = site.collapsed()
     if collapsed is None:
         sigmoids = any(
@@ -283,6 +282,7 @@ def rewrite(graph: Any) -> None:
     sites = projections(seen)
     if not sites:
         return
+    follow_writes(seen, graph)
     positions = {node: i for i, node in enumerate(seen.graph.nodes)}
     found: list[Replacement] = []
     for first, (candidates, columns) in sites.items():

@@ -153,6 +153,19 @@ def _runs(elements: list[tuple[Any, int]]) -> list[tuple[Any, int, int]]:
     return [(node, begin, end) for node, begin, end in runs]
 
 
+def follow_writes(seen: Shadow, graph: Any) -> None:
+    """Let what reads a tensor behind a method that wrote to it read what the method returned, the
+    same tensor: so every value of a loop that writes in place is a node of its own."""
+    for node in list(graph.nodes):
+        if node.op != "call_method" or not node.target.endswith("_") or not node.args:
+            continue
+        tensor = node.args[0]
+        if tensor in seen.of and seen.of.get(node) is seen.of[tensor]:
+            tensor.replace_all_uses_with(
+                node, lambda user, now=node: seen.order[user] > seen.order[now]
+            )
+
+
 def program_node(shadow: Shadow, leaf: Any) -> Any:
     """The node of the program for an input of an operation. Raises NoSite."""
     node = shadow.first.get(leaf)

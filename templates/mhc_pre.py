@@ -23,7 +23,15 @@ from torch.library import wrap_triton
 from . import mhc_projection as projection
 from . import mhc_slabs as slabs
 from .dependent import in_turn, launched
-from .mhc_coefficients import comb_kernel, put_comb, put_input, sigmoid, sinkhorn_of, summed, summed_apart
+from .mhc_coefficients import (
+    comb_kernel,
+    put_comb,
+    put_input,
+    sigmoid,
+    sinkhorn_of,
+    summed,
+    summed_apart,
+)
 from .mhc_layout import dense, divisor, load_streams, results, stride_divisor
 
 FEW = 64  # tokens, up to which one launch less is worth a program per token for its comb
@@ -148,8 +156,8 @@ def fuse(
     chosen: dict[str, Any] | None = None, early: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns]; (U, mixes, sqrsum) where
-    base has n elements, those of the pre gates. ``early`` where the kernel before is the projection, which waited for all
-    that wrote X: it need not be waited for to read it."""
+    base has n elements, those of the pre gates. ``early`` where the kernel before is the
+    projection, which waited for all that wrote X: it need not be waited for to read it."""
     tokens, n, hidden = x.shape
     s, columns = p.shape[0], p.shape[2]
     head = base.shape[0] == n

@@ -116,7 +116,8 @@ def logits_kernel(
     MIXES, SQRSUM, SCALE, BASE, DPRE, DPOST, DCOMB, DRAW, COEFFICIENTS, SUMS,
     tokens, width, rms_eps, pre_eps, eps, post_mult,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, HEAD: tl.constexpr, B: tl.constexpr,
-    HAS_DU: tl.constexpr, HAS_POST: tl.constexpr, HAS_COMB: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr,
+    HAS_DU: tl.constexpr, HAS_POST: tl.constexpr, HAS_COMB: tl.constexpr, ITERS: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     rms_eps, pre_eps = tl.cast(rms_eps, tl.float32), tl.cast(pre_eps, tl.float32)
     eps, post_mult = tl.cast(eps, tl.float32), tl.cast(post_mult, tl.float32)
@@ -447,8 +448,9 @@ def slopes(
         mixes, sqrsum, scale, base, dpre, x if dpost is None else dpost,
         x if dcomb is None else dcomb, draw, coefficients, sums,
         tokens, n * hidden, rms_eps, pre_eps, eps, post_mult,
-        N=n, M=m, P=triton.next_power_of_2(max(m - n, 1)), HEAD=gates == n, B=block, HAS_DU=du is not None, HAS_POST=dpost is not None,
-        HAS_COMB=dcomb is not None, ITERS=iters, HELD=held_rounds(iters), num_warps=warps,
+        N=n, M=m, P=triton.next_power_of_2(max(m - n, 1)), HEAD=gates == n, B=block,
+        HAS_DU=du is not None, HAS_POST=dpost is not None, HAS_COMB=dcomb is not None, ITERS=iters,
+        HELD=held_rounds(iters), num_warps=warps,
     )  # fmt: skip
     return draw, coefficients, sums
 

@@ -189,9 +189,7 @@ def collapse_backward(
             _dense(sqrsum, 0), _dense(dU, 1), _dense(dmixes, 1), _dense(dsqrsum, 0), *options,
         )  # fmt: skip
         return dx.reshape(X.shape), *rest
-    dx, *rest = _composed_collapse(
-        X, W, scale, base, mixes, sqrsum, dU, dmixes, dsqrsum, *options
-    )
+    dx, *rest = _composed_collapse(X, W, scale, base, mixes, sqrsum, dU, dmixes, dsqrsum, *options)
     return dx.to(X.dtype), *rest
 
 

@@ -78,7 +78,9 @@ def test_everything(T, n, H, dtype, w_dtype, poison):
     )
     judge(
         [head],
-        lambda s: composed.collapse(X[s].double(), wide[0][:n], wide[1][:1], wide[2][:n], *V4[1:3])[:1],
+        lambda s: composed.collapse(X[s].double(), wide[0][:n], wide[1][:1], wide[2][:n], *V4[1:3])[
+            :1
+        ],
         lambda s: composed.collapse(X[s], W[:n], scale[:1], base[:n], *V4[1:3])[:1],
         T,
     )

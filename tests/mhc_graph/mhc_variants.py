@@ -1,5 +1,7 @@
 """Spellings of a pre that mean the same, and programs that look like one and are not."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -93,6 +95,33 @@ def clamped(logits):
     return c / c.sum(-2, keepdim=True).clamp_min(1e-6)
 
 
+def from_powers(logits, dims=(-2, -1), below=None, eps=0.0):
+    """The paper's form: powers of e, columns, then rows, without an eps."""
+    c = torch.exp(logits if below is None else logits - logits.amax(below, keepdim=True))
+    for dim in dims * 3:
+        c = c / (c.sum(dim, keepdim=True) + eps)
+    return c
+
+
+def softmax_written_out(logits):
+    powers = (logits - logits.amax(-1, keepdim=True)).exp()
+    return loop(3, start=lambda z: powers / powers.sum(-1, keepdim=True) + 1e-6)(logits)
+
+
+def by_operators(logits):
+    c = logits.softmax(-1) + 1e-6
+    for dim in (-2, -1, -2):
+        c /= c.sum(dim, keepdim=True) + 1e-6
+    return c
+
+
+def by_methods(logits):
+    c = logits.softmax(-1) + 1e-6
+    for dim in (-2, -1, -2):
+        c.div_(c.sum(dim, keepdim=True).add_(1e-6))
+    return c
+
+
 def without_gradient(wide):
     with torch.no_grad():
         return rms(wide)
@@ -166,10 +195,60 @@ ACCEPTED = {
     "F.rms_norm": normed_by_torch,
     "one scale": one_scale,
     "weight of strides": transposed_weight,
+    "powers of e": build(from_powers),
+    "rows first": build(lambda z: from_powers(z, (-1, -2))),
+    "less the first axis' maximum": build(lambda z: from_powers(z, below=-2)),
+    "less the largest": build(lambda z: from_powers(z, below=(-1, -2))),
+    "a softmax written out": build(softmax_written_out),
+    "in place, operators": build(by_operators),
+    "in place, methods": build(by_methods),
+}
+
+
+# --- the gates alone ------------------------------------------------------------------------------
+
+
+def whole(mix):
+    """A pre with a post behind it, whose matrix is ``mix`` of the last columns and a constant."""
+
+    def both(x, w, scale, base, y, constant):
+        n, wide = x.shape[-2], x.flatten(-2).float()
+        z = F.linear(wide, w) * rms(wide)
+        own = torch.sigmoid(z[..., :n] * scale[0] + base[:n])
+        post = post_gate(z[..., n : 2 * n] * scale[1] + base[n : 2 * n])
+        comb = mix(z[..., 2 * n :] * scale[2] + base[2 * n :], constant)
+        return collapse(own, x, wide), forms.deepseek_post(x, y, post, comb)
+
+    return both
+
+
+def plain(rest, one):
+    """Hyper-connections without a constraint."""
+    return one + torch.tanh(rest).unflatten(-1, one.shape)
+
+
+def of_permutations(rest, matrices):
+    """mHC-lite: a convex mix of all permutation matrices."""
+    return (rest.softmax(-1) @ matrices.flatten(1)).unflatten(-1, matrices.shape[1:])
+
+
+def of_factors(rest, one):
+    """KromHC: the Kronecker product of two mixes of two streams."""
+    weights = rest.unflatten(-1, (2, 2)).softmax(-1)[..., None, None]
+    a, b = (weights[..., 0, :, :] * one + weights[..., 1, :, :] * one.flip(0)).unbind(-3)
+    product = a[..., :, None, :, None] * b[..., None, :, None, :]
+    return product.flatten(-4, -3).flatten(-2)
+
+
+PERMUTATIONS = torch.stack([torch.eye(4)[list(p)] for p in itertools.permutations(range(4))])
+FORMS = {
+    "plain": (plain, 24, torch.eye(4)),
+    "permutations": (of_permutations, 32, PERMUTATIONS),
+    "factors": (of_factors, 12, torch.eye(2)),
 }
 
 LOOP = "the Sinkhorn loop "
-REFUSED = {
+PARTLY = {
     "another eps in the 5th step": (build(loop(8, at=4)), LOOP + "adds several eps: 1e-06, 1e-05"),
     "7th step swapped": (
         build(loop(12, at=6, swapped=True)),
@@ -185,12 +264,27 @@ REFUSED = {
         build(loop(1, start=lambda z: z.softmax(-1))),
         LOOP + "adds several eps: 0, 1e-06",
     ),
-    "tanh": (build(pre_gate=torch.tanh), "a gate is not a sigmoid"),
     "post eps": (
         build(post_gate=lambda z: post_gate(z) + 1e-6),
         "the post gates are not a multiple of a sigmoid",
     ),
     "no post gates": (build(post_gate=torch.tanh), "no second group of gates was found"),
+    "negative multiplier": (
+        build(post_gate=lambda z: torch.sigmoid(z) * -2),
+        "the multiplier of the post gates is -2, not positive",
+    ),
+    "powers of e and an eps": (
+        build(lambda z: from_powers(z, eps=1e-12)),
+        LOOP + "begins with exp, not with a softmax",
+    ),
+    "less another axis' maximum": (
+        build(lambda z: from_powers(z, below=-1)),
+        LOOP + "begins with exp, not with a softmax",
+    ),
+}
+
+REFUSED = {
+    "tanh": (build(pre_gate=torch.tanh), "a gate is not a sigmoid"),
     "eps outside the root": (
         build(norm=lambda wide: 1 / (wide.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6)),
         "the norm is not rsqrt(mean of squares + eps)",
@@ -224,10 +318,6 @@ REFUSED = {
     "negative eps": (
         build(pre_gate=lambda z: torch.sigmoid(z) - 0.5),
         "an eps is -0.5, not 0 or positive",
-    ),
-    "negative multiplier": (
-        build(post_gate=lambda z: torch.sigmoid(z) * -2),
-        "the multiplier of the post gates is -2, not positive",
     ),
     "a multiplied difference": (
         build(pre_gate=lambda z: torch.rsub(torch.sigmoid(z), 1.0, alpha=-2.0)),

@@ -7,7 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mhc_programs import edited, judge_all, pre_inputs, with_gradients
-from mhc_variants import ACCEPTED, REFUSED, build, gates_of, loop, normalise, rms
+from mhc_variants import (
+    ACCEPTED,
+    FORMS,
+    PARTLY,
+    REFUSED,
+    build,
+    gates_of,
+    loop,
+    normalise,
+    rms,
+    whole,
+)
 
 from benchmarks import mhc_forms
 from inductor_ext.testing import compile_for, package_for
@@ -44,6 +55,32 @@ def test_numbers_are_read_off():
     assert options(edited(ACCEPTED["one iteration"], *pre_inputs()))[0] == 1
     plain = options(edited(ACCEPTED["no eps, no multiplier"], *pre_inputs()))
     assert plain[2] == 0.0 and plain[4] == 1.0
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_the_gates_alone(name):
+    """Where the rest is of another form it stays, and the report says why."""
+    fn, why = PARTLY[name]
+    args = pre_inputs()
+    program = edited(fn, *args)
+    assert program.operations == ["mhc_collapse"] and program.left == []
+    assert program.decisions[0].reason == f"the gates alone, as {why}; eps 1e-06 and 1e-06"
+    judge_all(with_gradients(program.run(fn), args), fn, args)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms(name):
+    mix, columns, constant = FORMS[name]
+    x, _, scale, _ = pre_inputs()
+    w = torch.randn(columns, 256).div(16).requires_grad_()
+    y = torch.randn(2, 5, 64).bfloat16()
+    args = [x, w, scale, torch.randn(columns).requires_grad_(), y, constant.clone()]
+    fn = whole(mix)
+    program = edited(fn, *args)
+    assert program.operations == ["mhc_collapse", "mhc_post"], program.decisions
+    judge_all(with_gradients(program.run(fn), args), fn, args)
+    inference = edited(fn, *(a.detach() for a in args), grad=False)
+    assert inference.operations == program.operations
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -191,7 +228,8 @@ def test_a_package_of_any_number_of_tokens_calls_no_python():
     package = package_for("h200", Layer(), *args, dynamic_shapes=shapes)
     assert "of_any_size" not in package.source
     decision = package.decisions[0]
-    assert decision.reason == "a package would call Python for any number of tokens"
+    why = "a package would call Python for any number of tokens"
+    assert decision.reason == f"the gates alone, as {why}; eps 1e-06 and 1e-06"
 
 
 def test_inference_is_a_site_too():
