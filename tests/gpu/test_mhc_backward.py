@@ -81,6 +81,21 @@ def test_pre(T, n, H, dtype, w_dtype, poison):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("T", "n", "H", "dtype", "w_dtype"), SIZES[1:5])
+@pytest.mark.parametrize("columns", [12, 24, 32])
+def test_collapse(T, n, H, dtype, w_dtype, columns, poison):
+    """The gates alone, of more columns, whose sums have gradients too."""
+    (X, W, scale, base), _ = operands(T, n, H, dtype, w_dtype)
+    given = X, torch.cat([W, W.flip(1)])[:columns].contiguous(), scale[:1], base[:n]
+    grads = randn(T, H, dtype=dtype), randn(T, columns), randn(T) / H
+    saved = *given, *mixes_of(*given[:2])
+    judge(
+        lambda: backward.collapse_backward(*saved, *grads, *EPS[:2]),
+        lambda *own: composed.collapse(*own, *EPS[:2]),
+        given, grads, poison,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("T", "n", "H", "dtype", "w_dtype"), SIZES)
 def test_post(T, n, H, dtype, w_dtype, poison):
     (X, *_), boundary = operands(T, n, H, dtype, w_dtype)
