@@ -169,15 +169,12 @@ def one_block(
         ws = ws + (tl.load(W + i * hidden + w_at, mask=w_here, other=0.0),)
         xs = xs + (tl.load(X + i * x_stream + x_at, mask=x_here, other=0.0),)
     # The parts' products apart, whose operands go to shared memory as they are: the same bits.
-    sums = ()
+    total = tl.zeros((BM, CP), tl.float32)
     for part in tl.static_range(PARTS):
         acc = tl.zeros((BM, CP), tl.float32)
         for i in tl.static_range(N):
             acc = project(xs[i], bf16_parts(ws[i])[part], acc, PARTS)
-        sums = sums + (acc,)
-    total = sums[0] + sums[1]
-    if PARTS > 2:
-        total += sums[2]
+        total += acc
     return total
 
 
