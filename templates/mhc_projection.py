@@ -304,10 +304,10 @@ def partials(
     tokens, n, hidden = x.shape
     chosen = dict(chosen or tiling(tokens, n, x.dtype))
     w, how = weights(x.dtype, w, precision, chosen.pop("BEFORE"))
-    blocks = (
-        triton.cdiv(hidden, block(x.dtype)) if isinstance(hidden, int) else chosen["GROUPS"] + 1
-    )
-    at_once = how["CUT"] and how["TURNS"] == 1 and blocks <= chosen["GROUPS"]
+    short = isinstance(hidden, int) and hidden <= chosen["GROUPS"] * block(x.dtype)
+    at_once = how["CUT"] and how["TURNS"] == 1 and short
+    if at_once:
+        how["CP"] = max(how["CP"], 16)  # a part is a product of its own
     s = splits(hidden, x.dtype, chosen["GROUPS"], chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)
     grid = ((tokens + chosen["BM"] - 1) // chosen["BM"], s)

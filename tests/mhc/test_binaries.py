@@ -37,7 +37,7 @@ def binaries(fn):
 def test_pre(T, n, H, dtype, w_dtype, precision):
     x = meta(T, n, H, dtype=dtype)
     found = binaries(lambda: mhc_pre.pre(x, *weights(n, H, w_dtype), *V4, precision))
-    cut = dtype == BF16 and w_dtype == FP32
+    cut = dtype == BF16 and w_dtype == FP32 and T > 64
     names = ["projection_kernel", "fuse_kernel"] + ["cut_kernel"] * cut + ["comb_kernel"] * (T > 64)
     assert sorted(found) == sorted(names)
     for kernel in found.values():
@@ -48,6 +48,16 @@ def test_pre(T, n, H, dtype, w_dtype, precision):
     assert "wgmma" in projection.ptx and not fuse.uses_tensor_cores
     # Three programs of 8 warps on a multiprocessor, each with a token.
     assert fuse.registers <= (80 if n == 4 and T > 512 and dtype != FP16 else 180)
+
+
+@pytest.mark.parametrize(("n", "columns"), [(2, 2), (4, 4), (4, 32), (8, 64)])
+def test_collapse_of_few_tokens(n, columns):
+    """Two kernels, whatever the number of columns."""
+    x, w = meta(7, n, 4096, dtype=BF16), meta(columns, n * 4096)
+    found = binaries(lambda: mhc_pre.collapse(x, w, meta(1), meta(n), 1e-6, 1e-6, "ieee"))
+    assert sorted(found) == ["fuse_kernel", "projection_kernel"]
+    assert "wgmma" in found["projection_kernel"].ptx
+    assert all(kernel.spills == 0 for kernel in found.values())
 
 
 @pytest.mark.parametrize(("n", "dtype"), [(4, BF16), (2, FP16), (8, BF16), (4, FP32)])
