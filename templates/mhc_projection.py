@@ -48,35 +48,6 @@ def bf16_parts(w):
 
 
 @triton.jit
-def side_by_side(w, CP: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr):
-    """The parts of w [CP, BK] as the rows of one matrix [SLOTS CP, BK]."""
-    high, middle, low = bf16_parts(w)
-    if SLOTS == 1:
-        return high
-    elif SLOTS == 2:
-        pair = tl.permute(tl.join(high, middle), (2, 0, 1))
-        return tl.reshape(pair, (2 * CP, BK))
-    else:
-        both = tl.join(tl.join(high, middle), tl.join(low, tl.zeros_like(low)))
-        return tl.reshape(tl.permute(both, (3, 2, 0, 1)), (4 * CP, BK))
-
-
-@triton.jit
-def load_weights(
-    W, at, mask, turn: tl.constexpr, CP: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr,
-    TURNS: tl.constexpr, CUT: tl.constexpr,
-):  # fmt: skip
-    """A block of W, whose parts are cut here if they were not before."""
-    w = tl.load(W + at, mask=mask, other=0.0)
-    if CUT:
-        if TURNS > 1:
-            w = bf16_parts(w)[turn]
-        else:
-            w = side_by_side(w, CP, BK, SLOTS)
-    return w
-
-
-@triton.jit
 def project(x, w, acc, PARTS: tl.constexpr):
     """``acc + x w^T`` for x [rows, k]; bf16 x meets the parts of w [parts and columns, k] side by
     side, other x a w of their own [columns, k]."""
@@ -120,7 +91,7 @@ def group_range(group, hidden, BK: tl.constexpr, GROUPS: tl.constexpr):
 def group_sums(
     X, W, local, rows, hidden, group, x_token, x_stream,
     N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
-    PARTS: tl.constexpr, CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """W u over one group; X begins at the first of the ``local`` tokens, of which there are
@@ -130,7 +101,7 @@ def group_sums(
     k = tl.arange(0, BK)
     # Within a tile 32 bits suffice, of which the registers are fewer.
     x_at = local[:, None] * x_token + k[None, :]
-    slot = tl.arange(0, CP if CUT else SLOTS * CP)
+    slot = tl.arange(0, SLOTS * CP)
     part, column = slot // CP, slot % CP
     w_at = (part * C + column)[:, None] * (N * hidden) + k[None, :]
     x_mask, w_mask = local[:, None] < rows, ((part < PARTS) & (column < C))[:, None]
@@ -142,10 +113,8 @@ def group_sums(
             w_here = w_here & (h + k[None, :] < hidden)
         x = tl.load(X + (stream * x_stream + h) + x_at, mask=x_here, other=0.0)
         for turn in tl.static_range(TURNS):
-            at = (stream * hidden + h) + w_at
-            if not CUT:
-                at += turn * C * N * hidden
-            w = load_weights(W, at, w_here, turn, CP, BK, SLOTS, TURNS, CUT)
+            at = (stream * hidden + h) + w_at + turn * C * N * hidden
+            w = tl.load(W + at, mask=w_here, other=0.0)
             acc = project(x, w, acc, PARTS)
     return joined(acc, SLOTS, CP, BM)
 
@@ -182,7 +151,7 @@ def one_block(
 def projection_kernel(
     X, W, P, tokens, hidden, x_token, x_stream,
     N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
-    PARTS: tl.constexpr, CUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, LOG: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """P [S, tokens, C]: sums of 2^LOG groups each."""
@@ -207,7 +176,7 @@ def projection_kernel(
                 else:
                     twos += group_sums(
                         X, W, local, tokens - start, hidden, group, x_token, x_stream,
-                        N, C, CP, SLOTS, TURNS, PARTS, CUT, BM, BK, EVEN, GROUPS,
+                        N, C, CP, SLOTS, TURNS, PARTS, BM, BK, EVEN, GROUPS,
                     )  # fmt: skip
                 group += 1
             fours += twos
@@ -253,7 +222,7 @@ def splits(hidden: Any, x: torch.dtype, groups: int, log: int) -> int:
 
 def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
     """BM tokens, 64 per four warps, and 2^LOG of GROUPS groups per program, LOG up to 3; whether
-    W is cut into its parts BEFORE, once. Only GROUPS changes bits.
+    W is cut into its parts BEFORE, once, also where a program could. Only GROUPS changes bits.
 
     Up to FEW tokens many short groups let as many programs work; beyond them a group is long, as
     the pipeline of loads starts anew with each.
@@ -275,25 +244,24 @@ def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
 
 
 def weights(
-    x: torch.dtype, w: torch.Tensor, precision: str, before: bool
+    x: torch.dtype, w: torch.Tensor, precision: str, at_once: bool
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """W as the kernels take it, [parts, columns, n H] where it is cut ``before``, and how."""
+    """W as the kernels take it, [parts, columns, n H] unless it is cut ``at_once``, and how."""
     columns = w.shape[0]
     parts = parts_of(x, w.dtype, precision)
     side = parts if x == torch.bfloat16 else 1
     padded = triton.next_power_of_2(columns)
     turns = side if padded > 32 else 1  # n = 8: side by side they would fill the registers
     slots = triton.next_power_of_2(side // turns)
-    width = max(padded, 16 // slots)
-    cut = x == torch.bfloat16 and w.dtype != torch.bfloat16
-    if cut and before:
+    width = max(padded, 16 if at_once else 16 // slots)
+    if x == torch.bfloat16 and w.dtype != torch.bfloat16 and not at_once:
         size = w.numel()
         out = torch.empty((parts, *w.shape), dtype=torch.bfloat16, device=w.device)
         launched(cut_kernel, wrap_triton(cut_kernel), w, ((size + 1023) // 1024,))(
             w, out, size, PARTS=parts, BLOCK=1024, num_warps=4
         )
-        w, cut = out, False
-    how = {"C": columns, "CP": width, "SLOTS": slots, "TURNS": turns, "PARTS": parts, "CUT": cut}
+        w = out
+    how = {"C": columns, "CP": width, "SLOTS": slots, "TURNS": turns, "PARTS": parts}
     return w, how
 
 
@@ -303,11 +271,11 @@ def partials(
     """P [S, T, columns] in fp32 of x [T, n, H], last dimension dense, and w."""
     tokens, n, hidden = x.shape
     chosen = dict(chosen or tiling(tokens, n, x.dtype))
-    w, how = weights(x.dtype, w, precision, chosen.pop("BEFORE"))
+    # Where a group is one block, and all its parts of W fit into the registers.
     short = isinstance(hidden, int) and hidden <= chosen["GROUPS"] * block(x.dtype)
-    at_once = how["CUT"] and how["TURNS"] == 1 and short
-    if at_once:
-        how["CP"] = max(how["CP"], 16)  # a part is a product of its own
+    wide = x.dtype == torch.bfloat16 and w.dtype != torch.bfloat16
+    at_once = not chosen.pop("BEFORE") and wide and short and w.shape[0] <= 32
+    w, how = weights(x.dtype, w, precision, at_once)
     s = splits(hidden, x.dtype, chosen["GROUPS"], chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)
     grid = ((tokens + chosen["BM"] - 1) // chosen["BM"], s)
