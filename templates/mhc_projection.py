@@ -274,7 +274,8 @@ def partials(
     # Where a group is one block, and all its parts of W fit into the registers.
     short = isinstance(hidden, int) and hidden <= chosen["GROUPS"] * block(x.dtype)
     wide = x.dtype == torch.bfloat16 and w.dtype != torch.bfloat16
-    at_once = not chosen.pop("BEFORE") and wide and short and w.shape[0] <= 32
+    few = n <= 4 and w.shape[0] <= 32
+    at_once = not chosen.pop("BEFORE") and wide and short and few
     w, how = weights(x.dtype, w, precision, at_once)
     s = splits(hidden, x.dtype, chosen["GROUPS"], chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)
