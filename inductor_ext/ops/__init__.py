@@ -15,13 +15,13 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time each is imported
     from inductor_ext.ops._distillation import sparse_distillation_loss as sparse_distillation_loss
     from inductor_ext.ops._linear_attention import linear_attention as linear_attention
     from inductor_ext.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-    from inductor_ext.ops._mhc import mhc_collapse as mhc_collapse
-    from inductor_ext.ops._mhc import mhc_head as mhc_head
-    from inductor_ext.ops._mhc import mhc_post as mhc_post
-    from inductor_ext.ops._mhc import mhc_post_pre as mhc_post_pre
-    from inductor_ext.ops._mhc import mhc_pre as mhc_pre
-    from inductor_ext.ops._mhc import mhc_pre_from_mixes as mhc_pre_from_mixes
-    from inductor_ext.ops._mhc import sinkhorn as sinkhorn
+    from inductor_ext.ops._mhc_function import mhc_collapse as mhc_collapse
+    from inductor_ext.ops._mhc_function import mhc_head as mhc_head
+    from inductor_ext.ops._mhc_function import mhc_post as mhc_post
+    from inductor_ext.ops._mhc_function import mhc_post_pre as mhc_post_pre
+    from inductor_ext.ops._mhc_function import mhc_pre as mhc_pre
+    from inductor_ext.ops._mhc_function import mhc_pre_from_mixes as mhc_pre_from_mixes
+    from inductor_ext.ops._mhc_function import sinkhorn as sinkhorn
     from inductor_ext.ops._recurrence import linear_recurrence as linear_recurrence
     from inductor_ext.ops._scan import scan as scan
     from inductor_ext.ops._softmax import log_softmax as log_softmax
@@ -35,14 +35,14 @@ _HOME = {
     "linear_cross_entropy": "_linear_cross_entropy",
     "linear_recurrence": "_recurrence",
     "log_softmax": "_softmax",
-    "mhc_collapse": "_mhc",
-    "mhc_head": "_mhc",
-    "mhc_post": "_mhc",
-    "mhc_post_pre": "_mhc",
-    "mhc_pre": "_mhc",
-    "mhc_pre_from_mixes": "_mhc",
+    "mhc_collapse": "_mhc_function",
+    "mhc_head": "_mhc_function",
+    "mhc_post": "_mhc_function",
+    "mhc_post_pre": "_mhc_function",
+    "mhc_pre": "_mhc_function",
+    "mhc_pre_from_mixes": "_mhc_function",
     "scan": "_scan",
-    "sinkhorn": "_mhc",
+    "sinkhorn": "_mhc_function",
     "softmax": "_softmax",
     "sparse_attention": "_sparse_attention",
     "sparse_distillation_loss": "_distillation",

@@ -1,8 +1,15 @@
 """The mHC operations as torch sees them: registration, gradients, compiled programs."""
 
+import functools
+
 import pytest
 import reference
 import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from inductor_ext import ops
 from inductor_ext.testing import compile_for, run_interpreted
@@ -55,6 +62,31 @@ def test_first_and_second_gradients(name):
 
     assert torch.autograd.gradcheck(outputs, tensors, fast_mode=True)
     assert torch.autograd.gradgradcheck(outputs, tensors, fast_mode=True)
+
+
+def test_a_block_of_layers_is_replayed():
+    """torch's selective checkpoint keeps a block's first streams and the products in its sublayers:
+    the same gradients bit for bit, and nothing of mHC is kept."""
+    X, W, scale, base = (t.requires_grad_() for t in reference.draw(5, 4, 16, BF16))
+    thin = torch.randn(16, 16).to(BF16).requires_grad_()
+    kept = []
+
+    def block(x):
+        for _ in range(3):
+            u, post, comb = ops.mhc_pre(x, W, scale, base)
+            x = ops.mhc_post(x, torch.nn.functional.silu(u @ thin), post, comb)
+        return x
+
+    def policy(ctx, op, *args, **options):
+        keeps = op is torch.ops.aten.mm.default and args[0].dtype == BF16
+        kept.append(keeps)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    stored = torch.autograd.grad(block(X).float().square().sum(), (X, W, scale, base, thin))
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    replayed = checkpoint(block, X, use_reentrant=False, context_fn=contexts)
+    found = torch.autograd.grad(replayed.float().square().sum(), (X, W, scale, base, thin))
+    assert sum(kept) == 3 and all(map(torch.equal, stored, found))
 
 
 @pytest.mark.parametrize("used", ["U", "post", "comb"])
