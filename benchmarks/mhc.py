@@ -12,8 +12,8 @@ Columns
   plugin_fused                   the same, post and the next pre in one operation (only if named)
 
 Stages: pre (gates and layer input), post (next residual), post_pre (post and the next layer's pre),
-the same with _bwd (of a kept graph), chain and chain_both (four layers, forward; forward and
-backward; net_us is without the stand-ins for the sublayers).
+kronecker (KromHC's pre), the same with _bwd (of a kept graph), chain and chain_both (four layers,
+forward; forward and backward; net_us is without the stand-ins for the sublayers).
 
 ``percent`` is the least bytes of a stage at this card's copy speed, over the (net) time. chain_us
 is the time of a link of a dependent chain of calls, at few tokens. ``--tilings`` instead times

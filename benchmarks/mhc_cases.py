@@ -50,6 +50,8 @@ class Stage:
 STAGES = {
     "pre": Stage("pre", "fwd", 18, 280, 1),
     "post": Stage("post", "fwd", 18, 80),
+    "kronecker": Stage("kronecker", "fwd", 18, 184, 1),
+    "kronecker_bwd": Stage("kronecker", "bwd", 28, 284, 2),
     "post_pre": Stage("post_pre", "fwd", 28, 360, 1),
     "pre_bwd": Stage("pre", "bwd", 28, 380, 2),
     "post_bwd": Stage("post", "bwd", 28, 160),
@@ -87,8 +89,13 @@ class Case:
     @property
     def bytes(self) -> int:
         s = STAGES[self.stage]
-        weight = 4 * N * (N + 2) * N * self.hidden
+        weight = 4 * _columns(self.function) * N * self.hidden
         return self.tokens * (s.per_hidden * self.hidden + s.per_token) + s.weights * weight
+
+
+def _columns(function: str) -> int:
+    """Of the projection."""
+    return 12 if function == "kronecker" else N * (N + 2)
 
 
 def ordered(
@@ -118,10 +125,9 @@ def passes(cases: Sequence[Case], columns: Sequence[str]) -> list[tuple[Case, tu
 # --- inputs ---------------------------------------------------------------------------------------
 
 
-def _site(hidden: int) -> list[Any]:
+def _site(hidden: int, columns: int = N * (N + 2)) -> list[Any]:
     import torch
 
-    columns = N * (N + 2)
     w = torch.randn(columns, N * hidden, device=DEVICE) * (N * hidden) ** -0.5
     scale = torch.tensor([0.7, 1.1, 1.6], device=DEVICE)
     return [w, scale, torch.randn(columns, device=DEVICE) * 0.5]
@@ -141,8 +147,8 @@ def draw(case: Case) -> tuple[Any, ...]:
 
     t, h = case.tokens, case.hidden
     x = torch.randn(t, N, h, device=DEVICE).bfloat16()
-    if case.function == "pre":
-        return (x, *_site(h))
+    if case.function in ("pre", "kronecker"):
+        return (x, *_site(h, _columns(case.function)))
     if case.function == "chain":
         return (x, *(v for _ in range(LAYERS) for v in (*_site(h), *_thin(h))))
     y = torch.randn(t, h, device=DEVICE).bfloat16()
@@ -158,7 +164,7 @@ def per_token(case: Case) -> int:
 
 def names(case: Case) -> list[str]:
     """What each input is; gradients of one name are judged together."""
-    if case.function == "pre":
+    if case.function in ("pre", "kronecker"):
         return ["x", "w", "scale", "base"]
     if case.function == "chain":
         return ["x", *LAYERS * ["w", "scale", "base", "a", "b"]]
@@ -206,6 +212,8 @@ def as_written(function: str) -> Callable[..., Any]:
     """What a model has: the DeepSeek form."""
     from benchmarks import mhc_forms as forms
 
+    if function == "kronecker":
+        return forms.kronecker_pre
     pre, post = forms.PRE["deepseek"], forms.POST["deepseek"]
 
     def post_pre(x: Any, y: Any, p: Any, c: Any, *site: Any) -> Any:
@@ -219,7 +227,17 @@ def ours(function: str) -> Callable[..., Any]:
     """The same by ``inductor_ext.ops``."""
     from inductor_ext import ops
 
+    if function == "kronecker":
+        return _kronecker_by_gates
     return _composition(ops.mhc_pre, ops.mhc_post, ops.mhc_post_pre, _product)[function]
+
+
+def _kronecker_by_gates(x: Any, w: Any, scale: Any, base: Any) -> Any:
+    from benchmarks import mhc_forms as forms
+    from inductor_ext import ops
+
+    u, z = ops.mhc_collapse(x, w, scale[:1], base[:N], pre_eps=0.0)
+    return (u, *forms.kronecker_coefficients(z, scale, base))
 
 
 def thin_alone(u: Any, *thin: Any) -> Any:
@@ -231,7 +249,7 @@ def thin_alone(u: Any, *thin: Any) -> Any:
 
 def liger(function: str) -> Callable[..., Any] | None:
     """Liger's, of ``adapted`` inputs; its Sinkhorn begins along the other axis."""
-    if importlib.util.find_spec("liger_kernel") is None:
+    if importlib.util.find_spec("liger_kernel") is None or function == "kronecker":
         return None
     from liger_kernel.transformers import functional as F
 
@@ -336,6 +354,22 @@ def _exact_pre(x: Any, w: Any, scale: Any, base: Any) -> Any:
     return (pre.unsqueeze(-2) @ x).squeeze(-2), post, comb
 
 
+def _exact_kronecker(x: Any, w: Any, scale: Any, base: Any) -> Any:
+    import torch
+
+    u = x.flatten(-2)
+    z = (u @ w.t()) * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-6)
+    pre = torch.sigmoid(scale[0] * z[:, :N] + base[:N])
+    post = 2 * torch.sigmoid(scale[1] * z[:, N : 2 * N] + base[N : 2 * N])
+    first, second = (scale[2] * z[:, 2 * N :] + base[2 * N :]).unflatten(-1, (2, 2)).unbind(1)
+    one = torch.eye(2, dtype=x.dtype, device=x.device)
+    turned = one.flip(0)
+    combs = []
+    for a, b in zip(first.softmax(-1), second.softmax(-1), strict=True):
+        combs.append(torch.kron(a[0] * one + a[1] * turned, b[0] * one + b[1] * turned))
+    return (pre.unsqueeze(-2) @ x).squeeze(-2), post, torch.stack(combs)
+
+
 def _exact_post(x: Any, y: Any, post: Any, comb: Any) -> Any:
     return post.unsqueeze(-1) * y.unsqueeze(-2) + comb.mT @ x
 
@@ -352,6 +386,8 @@ def _exact_thin(u: Any, a: Any, b: Any) -> Any:
 @functools.cache
 def exact(function: str) -> Callable[..., Any]:
     """The formulas in fp64; rounded where the residual and a sublayer's input and output are."""
+    if function == "kronecker":
+        return _exact_kronecker
     return _composition(_exact_pre, _exact_post, _exact_post_pre, _exact_thin)[function]
 
 

@@ -140,6 +140,34 @@ def vllm_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return (post.unsqueeze(-1) * y.float().unsqueeze(-2) + mixed).to(x.dtype)
 
 
+# --- another form -----------------------------------------------------------------------------
+
+
+def kronecker_pre(
+    x: Tensor, w: Tensor, scale: Tensor, base: Tensor, s: Settings = V4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """KromHC's of 4 streams: comb is the Kronecker product of two mixes of two streams, W [12, nH]
+    with columns pre 4 | post 4 | the logits of either mix's two permutations."""
+    wide = x.flatten(-2).float()
+    r = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + s.rms_eps)
+    z = F.linear(wide, w) * r
+    pre = torch.sigmoid(z[..., :4] * scale[0] + base[:4])
+    u = torch.sum(pre.unsqueeze(-1) * wide.view(x.shape), dim=-2).to(x.dtype)
+    return u, *kronecker_coefficients(z, scale, base, s)
+
+
+def kronecker_coefficients(
+    z: Tensor, scale: Tensor, base: Tensor, s: Settings = V4
+) -> tuple[Tensor, Tensor]:
+    """post and comb of normalised columns z [..., 12]."""
+    post = s.post_mult * torch.sigmoid(z[..., 4:8] * scale[1] + base[4:8])
+    logits = (z[..., 8:] * scale[2] + base[8:]).unflatten(-1, (2, 2))
+    same, other = logits.softmax(-1).unbind(-1)
+    two = torch.stack([same, other, other, same], -1).unflatten(-1, (2, 2))
+    product = two[..., 0, :, None, :, None] * two[..., 1, None, :, None, :]
+    return post, product.flatten(-4, -3).flatten(-2)
+
+
 # --- variants -------------------------------------------------------------------------------------
 
 

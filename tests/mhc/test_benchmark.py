@@ -80,7 +80,7 @@ def test_a_whole_run_and_a_merge(monkeypatch, tmp_path):
         if row["stage"].startswith("chain"):
             assert row["net_us"] == "0"
     latency = {(r["stage"], r["column"]) for r in rows if r["chain_us"]}
-    assert latency == {(s, "ours") for s in ("pre", "post", "post_pre", "chain")}
+    assert latency == {(s, "ours") for s in ("pre", "post", "kronecker", "post_pre", "chain")}
     assert "## post_pre_bwd" in (tmp_path / "mhc_summary.md").read_text()
 
     run(monkeypatch, "--tokens", "4100,1", "--hidden", "8", "--stage", "post", "--name", "more",
