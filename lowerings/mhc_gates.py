@@ -150,8 +150,9 @@ class Gates:
             return None
         return (before if by_rows else turned(before)), found.pop()
 
-    def sinkhorn(self, comb: Matrix) -> tuple[Matrix, int, float]:
-        """(logits, iterations, eps) of a matrix [in, out] whose last normalisation is of columns.
+    def sinkhorn(self, comb: Matrix) -> tuple[Matrix, int, float, bool]:
+        """(logits, iterations, eps, whether it begins with powers of e) of a matrix [in, out] whose
+        last normalisation is of columns.
 
         Raises NoSite.
         """
@@ -165,10 +166,10 @@ class Gates:
             steps += 1
         if steps == 0:
             raise NoSite(self._undivided(matrix))
-        powers = [self._exponents(row) for row in matrix]
-        if None not in powers and steps % 2 == 0 and set(seen) == {0.0}:
-            # Divided by the sums of its rows first, without an eps: a softmax.
-            return [row for row in powers if row is not None], steps // 2, 0.0
+        powers = [self._exponents(row, 0.0 in seen) for row in matrix]
+        if None not in powers and steps % 2 == 0 and len(set(seen)) == 1:
+            # Divided by the sums of its rows first: without an eps a softmax.
+            return [row for row in powers if row is not None], steps // 2, seen[0], seen[0] > 0.0
         logits = []
         for row in matrix:
             parts = [self.terms.offset(t) for t in row]
@@ -182,7 +183,7 @@ class Gates:
         if len(set(seen)) != 1:
             listed = ", ".join(f"{e:g}" for e in sorted(set(seen)))
             raise NoSite(f"the Sinkhorn loop adds several eps: {listed}")
-        return logits, (steps + 1) // 2, seen[0]
+        return logits, (steps + 1) // 2, seen[0], False
 
     def _softened(self, row: list[int]) -> list[int] | None:
         """The logits of a row that is a softmax, as one operation or written out."""
@@ -195,9 +196,9 @@ class Gates:
         own = [f[1] for f in found]
         return self._exponents(own) if {f[2] for f in found} == {self.terms.sum(own)} else None
 
-    def _exponents(self, row: list[int]) -> list[int] | None:
+    def _exponents(self, row: list[int], shares: bool = True) -> list[int] | None:
         """The logits of a row of their powers of e; a maximum that all of them have less is no
-        matter to their shares of a sum."""
+        matter to their ``shares`` of a sum without an eps."""
         found = [self.terms[t] for t in row]
         if any(f[0] != "exp" for f in found):
             return None
@@ -206,7 +207,7 @@ class Gates:
         shifts = {t for s in summands for t in s if self._is_maximum(t)}
         if not shifts:
             return exponents
-        if len(shifts) > 1 or any(shifts.isdisjoint(s) for s in summands):
+        if not shares or len(shifts) > 1 or any(shifts.isdisjoint(s) for s in summands):
             return None
         return [next(t for t in s if t not in shifts) for s in summands]
 

@@ -153,8 +153,9 @@ class _Site:
         ours = {self.gates.sigmoid(t)[2] for t in terms}
         return not ours.isdisjoint(self.gates.sigmoid(t)[2] for t in later)
 
-    def comb(self) -> tuple[Any, bool, Matrix, int, float] | None:
-        """(the node, whether it is [out, in], logits [in, out], iterations, eps)."""
+    def comb(self) -> tuple[Any, bool, Matrix, int, float, bool] | None:
+        """(the node, whether it is [out, in], logits [in, out], iterations, eps, whether it begins
+        with powers of e)."""
         last: NoSite | None = None
         best, own = None, set[int]()
         for node, array in self.small(self.n**2):
@@ -242,7 +243,7 @@ def _part(i: int) -> Any:
 def _replace(
     site: _Site, outputs: Any, groups: tuple[list[Logit], ...], pre_eps: float, post_mult: float
 ) -> Replacement:
-    u, post, (comb, is_turned, _, iters, eps) = outputs
+    u, post, (comb, is_turned, _, iters, eps, powers) = outputs
     operands = mhc_operands.given(site, groups)
     rows, scales, bases, norm_weight, rms_eps = operands
     x = mhc_operands.program_node(site, site.x)
@@ -252,7 +253,7 @@ def _replace(
     def emit(program: Program) -> Any:
         w = mhc_operands.weight(program, rows, norm_weight)
         scale, base = program.vector(scales), program.vector(bases)
-        options = iters, rms_eps, pre_eps, eps, post_mult
+        options = iters, rms_eps, pre_eps, eps, post_mult, *([True] if powers else [])
         op = mhc_sites.operation(NAME)
         whole = program.call(op, x, w, scale, base, *options)
         parts = [program.call(operator.getitem, whole, i) for i in range(3)]
@@ -263,6 +264,8 @@ def _replace(
     made = {node: _part(i) for i, node in enumerate((u, post, comb))}
     plural = "" if iters == 1 else "s"
     reason = f"{iters} Sinkhorn iteration{plural}, eps {rms_eps:g}, {pre_eps:g} and {eps:g}"
+    if powers:
+        reason += ", of powers of e"
     if norm_weight is not None:
         reason += ", a weighted norm"
     return Replacement(

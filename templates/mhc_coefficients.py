@@ -105,7 +105,8 @@ def by_columns(c, eps, N: tl.constexpr):
 
 
 @triton.jit
-def row_softmax(c, N: tl.constexpr):
+def row_softmax(c, eps, N: tl.constexpr, POWERS: tl.constexpr):
+    """Powers of e over their sums by row; with POWERS over these plus eps."""
     out = ()
     for i in tl.static_range(N):
         peak = c[i * N]
@@ -116,6 +117,8 @@ def row_softmax(c, N: tl.constexpr):
         for j in tl.static_range(N):
             powers = powers + (tl.exp(c[i * N + j] - peak),)
             total = total + powers[j]
+        if POWERS:
+            total += tl.where(eps > 0.0, eps * tl.exp(-peak), 0.0)
         inverse = 1.0 / total
         for j in tl.static_range(N):
             out = out + (powers[j] * inverse,)
@@ -123,12 +126,14 @@ def row_softmax(c, N: tl.constexpr):
 
 
 @triton.jit
-def sinkhorn_of(logits, iters, eps, N: tl.constexpr):
+def sinkhorn_of(logits, iters, eps, N: tl.constexpr, POWERS: tl.constexpr):
     """The N * N entries, row by row, of a tuple of as many logits."""
-    c = ()
-    softened = row_softmax(logits, N)
-    for k in tl.static_range(N * N):
-        c = c + (softened[k] + eps,)
+    c = row_softmax(logits, eps, N, POWERS)
+    if not POWERS:
+        softened = c
+        c = ()
+        for k in tl.static_range(N * N):
+            c = c + (softened[k] + eps,)
     c = by_columns(c, eps, N)
     for _ in range(1, iters):
         c = by_columns(by_rows(c, eps, N), eps, N)
@@ -138,7 +143,7 @@ def sinkhorn_of(logits, iters, eps, N: tl.constexpr):
 @triton.jit
 def put_comb(
     MIXES, SQRSUM, SCALE, BASE, COMB, first, tokens, size, iters, rms_eps, eps,
-    N: tl.constexpr, BT: tl.constexpr,
+    N: tl.constexpr, POWERS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """COMB of BT tokens from their sums."""
     t = tl.cast(first, tl.int64) + tl.arange(0, BT)
@@ -150,7 +155,7 @@ def put_comb(
     for k in tl.static_range(N * N):
         z = tl.load(at + k, mask=there, other=0.0) * r
         logits = logits + (scale * z + tl.load(BASE + 2 * N + k),)
-    comb = sinkhorn_of(logits, iters, eps, N)
+    comb = sinkhorn_of(logits, iters, eps, N, POWERS)
     for k in tl.static_range(N * N):
         tl.store(COMB + t * (N * N) + k, comb[k], mask=there)
 
@@ -158,11 +163,13 @@ def put_comb(
 @triton.jit
 def comb_kernel(
     MIXES, SQRSUM, SCALE, BASE, COMB, tokens, size, iters, rms_eps, eps,
-    N: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, POWERS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
     # Doubles in programs that Inductor writes.
     rms_eps, eps = tl.cast(rms_eps, tl.float32), tl.cast(eps, tl.float32)
     first = tl.program_id(0) * BT
     size = tl.cast(size, tl.float32)
-    put_comb(MIXES, SQRSUM, SCALE, BASE, COMB, first, tokens, size, iters, rms_eps, eps, N, BT)
+    put_comb(
+        MIXES, SQRSUM, SCALE, BASE, COMB, first, tokens, size, iters, rms_eps, eps, N, POWERS, BT
+    )

@@ -54,8 +54,8 @@ def squares(x, total, N: tl.constexpr):
 def fuse_kernel(
     X, P, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
     tokens, hidden, x_token, x_stream, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-    N: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr, INSIDE: tl.constexpr, CP: tl.constexpr,
-    S: tl.constexpr, LOG: tl.constexpr, H_OF: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr, POWERS: tl.constexpr,
+    INSIDE: tl.constexpr, CP: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr, H_OF: tl.constexpr,
     STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,20 @@ def fuse_kernel(
     if apart:
         tl.debug_barrier()  # other threads stored what a thread reads now
         put_comb(
-            MIXES, SQRSUM, SCALE, BASE, COMB, t, tokens, size, iters, rms_eps, sinkhorn_eps, N, 1
+            MIXES,
+            SQRSUM,
+            SCALE,
+            BASE,
+            COMB,
+            t,
+            tokens,
+            size,
+            iters,
+            rms_eps,
+            sinkhorn_eps,
+            N,
+            POWERS,
+            1,
         )
     else:
         gates = ()
@@ -122,7 +135,9 @@ def fuse_kernel(
 
 
 @triton.jit
-def sinkhorn_kernel(L, COMB, tokens, iters, eps, N: tl.constexpr, BT: tl.constexpr):
+def sinkhorn_kernel(
+    L, COMB, tokens, iters, eps, N: tl.constexpr, POWERS: tl.constexpr, BT: tl.constexpr
+):
     eps = tl.cast(eps, tl.float32)  # a double in programs that Inductor writes
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     there = t < tokens
@@ -130,7 +145,7 @@ def sinkhorn_kernel(L, COMB, tokens, iters, eps, N: tl.constexpr, BT: tl.constex
     for k in tl.static_range(N * N):
         value = tl.load(L + t * (N * N) + k, mask=there, other=0.0)
         logits = logits + (value.to(tl.float32),)
-    comb = sinkhorn_of(logits, iters, eps, N)
+    comb = sinkhorn_of(logits, iters, eps, N, POWERS)
     for k in tl.static_range(N * N):
         tl.store(COMB + t * (N * N) + k, comb[k].to(COMB.dtype.element_ty), mask=there)
 
@@ -154,6 +169,7 @@ def fuse(
     x: torch.Tensor, p: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
     chosen: dict[str, Any] | None = None, early: bool = False,
+    powers: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns]; (U, mixes, sqrsum) where
     base has n elements, those of the pre gates. ``early`` where the kernel before is the
@@ -174,14 +190,14 @@ def fuse(
     launched(fuse_kernel, wrap_triton(fuse_kernel), x, (2 * tokens if inside else tokens,))(
         x, p, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden,
         x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-        N=n, C=columns, HEAD=head, INSIDE=inside, EARLY=early,
+        N=n, C=columns, HEAD=head, POWERS=powers, INSIDE=inside, EARLY=early,
         CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
         H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
     )  # fmt: skip
     if not few and not head:
         launched(comb_kernel, wrap_triton(comb_kernel), x, ((tokens + 31) // 32,))(
             mixes, sqrsum, scale, base, comb, tokens, n * hidden, iters, rms_eps, sinkhorn_eps,
-            N=n, BT=32, num_warps=1,
+            N=n, POWERS=powers, BT=32, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -189,7 +205,7 @@ def fuse(
 def pre(
     x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, precision: str,
-    q: torch.Tensor | None = None,
+    q: torch.Tensor | None = None, powers: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) of x [T, n, H], last dimension dense; q [S, T]: partial sums
     of its squares, if somebody has them."""
@@ -197,18 +213,20 @@ def pre(
     scale, base = dense(scale), dense(base)
     p = projection.partials(x, dense(w), precision)
     if q is None:
-        return fuse(x, p, scale, base, *options, early=True)
-    return slabs.fuse(x, p, q, scale, base, *options)
+        return fuse(x, p, scale, base, *options, early=True, powers=powers)
+    return slabs.fuse(x, p, q, scale, base, *options, powers=powers)
 
 
 def from_mixes(
     p: torch.Tensor, q: torch.Tensor | None, x: torch.Tensor, scale: torch.Tensor,
-    base: torch.Tensor, *options: Any,
+    base: torch.Tensor, iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float,
+    post_mult: float, powers: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The same from somebody's partials of the projection."""
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if q is None:
-        return fuse(x, p, dense(scale), dense(base), *options)
-    return slabs.fuse(x, p, q, dense(scale), dense(base), *options)
+        return fuse(x, p, dense(scale), dense(base), *options, powers=powers)
+    return slabs.fuse(x, p, q, dense(scale), dense(base), *options, powers=powers)
 
 
 def collapse(
@@ -221,13 +239,13 @@ def collapse(
     return fuse(x, p, scale, base, 1, rms_eps, pre_eps, 0.0, 1.0, early=True)
 
 
-def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
+def sinkhorn(logits: torch.Tensor, iters: int, eps: float, powers: bool = False) -> torch.Tensor:
     """Of logits [T, n, n], in their dtype."""
     tokens, n, _ = logits.shape
     logits = dense(logits)
     comb = torch.empty_like(logits)
     if not isinstance(tokens, int) or tokens:
         wrap_triton(sinkhorn_kernel)[((tokens + 127) // 128,)](
-            logits, comb, tokens, iters, eps, N=n, BT=128, num_warps=4
+            logits, comb, tokens, iters, eps, N=n, POWERS=powers, BT=128, num_warps=4
         )
     return comb

@@ -115,7 +115,8 @@ def put_given(
 def logits_kernel(
     MIXES, SQRSUM, SCALE, BASE, DPRE, DPOST, DCOMB, DRAW, COEFFICIENTS, SUMS,
     tokens, width, rms_eps, pre_eps, eps, post_mult,
-    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, HEAD: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, HEAD: tl.constexpr, POWERS: tl.constexpr,
+    B: tl.constexpr,
     HAS_DU: tl.constexpr, HAS_POST: tl.constexpr, HAS_COMB: tl.constexpr, ITERS: tl.constexpr,
     HELD: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +161,7 @@ def logits_kernel(
         if HAS_COMB:
             logits = scale * z + tl.load(BASE + 2 * N + ij).to(tl.float32)
             dcomb = tl.load(DCOMB + at * (N * N) + ij, mask=rows, other=0.0).to(tl.float32)
-            dlogit = sinkhorn_slope(logits, dcomb, eps, N, ITERS, HELD)
+            dlogit = sinkhorn_slope(logits, dcomb, eps, N, POWERS, ITERS, HELD)
         norm += tl.sum(scale * dlogit * z, 1)
         put_slope(
             DRAW, SUMS, at * (2 * M) + 2 * N + ij, 2 * N, dlogit, z, r[:, None], scale, rows, M
@@ -428,7 +429,7 @@ def slopes(
     x: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, mixes: torch.Tensor,
     sqrsum: torch.Tensor, du: torch.Tensor | None, dpost: torch.Tensor | None,
     dcomb: torch.Tensor | None, iters: int, rms_eps: float, pre_eps: float, eps: float,
-    post_mult: float, warps: int = 4,
+    post_mult: float, powers: bool = False, warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """What the gradient of X [T, n, H] is made of, and dscale and dbase.
 
@@ -448,9 +449,9 @@ def slopes(
         mixes, sqrsum, scale, base, dpre, x if dpost is None else dpost,
         x if dcomb is None else dcomb, draw, coefficients, sums,
         tokens, n * hidden, rms_eps, pre_eps, eps, post_mult,
-        N=n, M=m, P=triton.next_power_of_2(max(m - n, 1)), HEAD=gates == n, B=block,
-        HAS_DU=du is not None, HAS_POST=dpost is not None, HAS_COMB=dcomb is not None, ITERS=iters,
-        HELD=held_rounds(iters), num_warps=warps,
+        N=n, M=m, P=triton.next_power_of_2(max(m - n, 1)), HEAD=gates == n, POWERS=powers,
+        B=block, HAS_DU=du is not None, HAS_POST=dpost is not None, HAS_COMB=dcomb is not None,
+        ITERS=iters, HELD=held_rounds(iters), num_warps=warps,
     )  # fmt: skip
     return draw, coefficients, sums
 
@@ -491,7 +492,8 @@ def backward(
     x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
     mixes: torch.Tensor, sqrsum: torch.Tensor, added: torch.Tensor | None,
     du: torch.Tensor | None, dpost: torch.Tensor | None, dcomb: torch.Tensor | None, iters: int,
-    rms_eps: float, pre_eps: float, eps: float, post_mult: float, chosen: Tile | None = None,
+    rms_eps: float, pre_eps: float, eps: float, post_mult: float, powers: bool = False,
+    chosen: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dX, dW, dscale, dbase) of X [T, n, H], all contiguous; a collapse's if base has n elements.
 
@@ -500,7 +502,20 @@ def backward(
     tokens, n, hidden = x.shape
     m = w.shape[0]
     draw, coefficients, sums = slopes(
-        x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult
+        x,
+        scale,
+        base,
+        mixes,
+        sqrsum,
+        du,
+        dpost,
+        dcomb,
+        iters,
+        rms_eps,
+        pre_eps,
+        eps,
+        post_mult,
+        powers,
     )
     chosen = chosen or tile(n, hidden, x.dtype)
     ranges, length = ranges_of(tokens, chosen.ranges, chosen.tokens)

@@ -62,14 +62,23 @@ def back_over(dc, c, eps, COUNT: tl.constexpr):
 
 
 @triton.jit
-def sinkhorn_slope(logits, dc, eps, N: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr):
+def sinkhorn_slope(
+    logits, dc, eps, N: tl.constexpr, POWERS: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr
+):
     """The gradient of logits [tokens, n n] from dc, that of the result; both fp32."""
     # Loaded as rows of n n elements, a token's elements stay in one warp: no sum leaves it.
     B: tl.constexpr = logits.shape[0]
     logits, dc = tl.reshape(logits, [B, N, N]), tl.reshape(dc, [B, N, N])
-    e = tl.exp2((logits - tl.max(logits, ROWS, keep_dims=True)) * LOG2E)
-    p = e / tl.sum(e, ROWS, keep_dims=True)
-    first, inverse = divided(p + eps, eps, COLUMNS)
+    peak = tl.max(logits, ROWS, keep_dims=True)
+    e = tl.exp2((logits - peak) * LOG2E)
+    total = tl.sum(e, ROWS, keep_dims=True)
+    if POWERS:
+        p = e / (total + tl.where(eps > 0.0, eps * tl.exp2(-peak * LOG2E), 0.0))
+        c = p
+    else:
+        p = e / total
+        c = p + eps
+    first, inverse = divided(c, eps, COLUMNS)
     SEGMENTS: tl.constexpr = (ITERS - 1) // HELD
     if SEGMENTS > 0:
         for k in range(SEGMENTS):
@@ -83,14 +92,14 @@ def sinkhorn_slope(logits, dc, eps, N: tl.constexpr, ITERS: tl.constexpr, HELD: 
 @triton.jit
 def sinkhorn_backward_kernel(
     L, DC, DL, tokens, eps,
-    N: tl.constexpr, B: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr,
+    N: tl.constexpr, POWERS: tl.constexpr, B: tl.constexpr, ITERS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)  # a double in programs that Inductor writes
     t = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)[:, None]
     at = t * (N * N) + tl.arange(0, N * N)[None, :]
     logits = tl.load(L + at, mask=t < tokens, other=0.0).to(tl.float32)
     dc = tl.load(DC + at, mask=t < tokens, other=0.0).to(tl.float32)
-    dl = sinkhorn_slope(logits, dc, eps, N, ITERS, HELD)
+    dl = sinkhorn_slope(logits, dc, eps, N, POWERS, ITERS, HELD)
     tl.store(DL + at, dl.to(DL.dtype.element_ty), mask=t < tokens)
 
 
@@ -105,14 +114,19 @@ def held_rounds(iters: int) -> int:
 
 
 def sinkhorn_backward(
-    logits: torch.Tensor, dcomb: torch.Tensor, iters: int, eps: float, warps: int = 4
+    logits: torch.Tensor,
+    dcomb: torch.Tensor,
+    iters: int,
+    eps: float,
+    powers: bool = False,
+    warps: int = 4,
 ) -> torch.Tensor:
     """dlogits [T, n, n] in the dtype of logits; both contiguous."""
     tokens, n, _ = logits.shape
     dlogits: Any = torch.empty_like(logits)
     block = block_of(n, warps)
     wrap_triton(sinkhorn_backward_kernel)[(triton.cdiv(tokens, block),)](
-        logits, dcomb, dlogits, tokens, eps, N=n, B=block, ITERS=iters, HELD=held_rounds(iters),
-        num_warps=warps,
+        logits, dcomb, dlogits, tokens, eps, N=n, POWERS=powers, B=block, ITERS=iters,
+        HELD=held_rounds(iters), num_warps=warps,
     )  # fmt: skip
     return dlogits

@@ -58,9 +58,9 @@ def put_post(
 def slab_kernel(
     X, P, Q, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
     tokens, hidden, x_token, x_stream, blocks, slabs, iters, rms_eps, pre_eps, sinkhorn_eps,
-    post_mult, N: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr, QS: tl.constexpr,
-    QLOG: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr, BT: tl.constexpr,
-    BLOCK: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    post_mult, N: tl.constexpr, POWERS: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr,
+    QS: tl.constexpr, QLOG: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr,
+    BT: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
     C: tl.constexpr = N * (N + 2)
@@ -78,7 +78,7 @@ def slab_kernel(
         put_post(MIXES, SQRSUM, SCALE, BASE, POST, first, tokens, size, rms_eps, post_mult, N, BT)
         put_comb(
             MIXES, SQRSUM, SCALE, BASE, COMB, first, tokens, size, iters, rms_eps, sinkhorn_eps,
-            N, BT,
+            N, POWERS, BT,
         )  # fmt: skip
     else:
         t = ((pid - blocks) // slabs).to(tl.int64)
@@ -107,7 +107,7 @@ def slab_tile(n: int, itemsize: int) -> dict[str, Any]:
 def fuse(
     x: torch.Tensor, p: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
     iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-    chosen: dict[str, Any] | None = None,
+    chosen: dict[str, Any] | None = None, powers: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) from partials p [S, T, n (n + 2)] of the projection and q
     [S', T] of the sum of squares, few of each."""
@@ -121,8 +121,8 @@ def fuse(
     s, qs = p.shape[0], q.shape[0]
     launched(slab_kernel, wrap_triton(slab_kernel), x, (blocks + tokens * slabs,))(
         x, p, q, scale, base, *out, tokens, hidden, x.stride(0), x.stride(1), blocks, slabs, iters,
-        rms_eps, pre_eps, sinkhorn_eps, post_mult, N=n, S=s, LOG=(s - 1).bit_length(), QS=qs,
-        QLOG=(qs - 1).bit_length(), H_OF=divisor(hidden, x.element_size()),
-        STRIDE_OF=stride_divisor(x), BT=TOKENS, **chosen,
+        rms_eps, pre_eps, sinkhorn_eps, post_mult, N=n, POWERS=powers, S=s,
+        LOG=(s - 1).bit_length(), QS=qs, QLOG=(qs - 1).bit_length(),
+        H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), BT=TOKENS, **chosen,
     )  # fmt: skip
     return out

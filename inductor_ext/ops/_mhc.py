@@ -45,56 +45,56 @@ def kernels_apply(X: Tensor) -> bool:
 @opaque_op("inductor_ext::mhc_pre_of_any_size")
 def _pre_of_any_size(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float, precision: str,
+    sinkhorn_eps: float, post_mult: float, precision: str, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As ``mhc_pre`` of X [T, n, H], for programs that do not know T: how the kernels cut their
     work depends on it."""
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
-        return composed.pre(X, W, scale, base, *options)
-    return pre_kernels.pre(X, W, scale, base, *options, precision)
+        return composed.pre(X, W, scale, base, *options, powers)
+    return pre_kernels.pre(X, W, scale, base, *options, precision, powers=powers)
 
 
 @_pre_of_any_size.register_fake
 def _(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float, precision: str,
+    sinkhorn_eps: float, post_mult: float, precision: str, powers: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return pre_kernels.results(X, W.shape[0])
 
 
-def _pre_of(X: Tensor, squares: Tensor | None, *given: Any) -> Any:
+def _pre_of(X: Tensor, squares: Tensor | None, powers: bool, *given: Any) -> Any:
     """(U, post, comb, mixes, sqrsum) of X [T, n, H] by kernels."""
     if not isinstance(X.shape[0], int):
-        return _pre_of_any_size(X, *given, float32_precision())
+        return _pre_of_any_size(X, *given, float32_precision(), powers)
     with _launching(X):
-        return pre_kernels.pre(X, *given, float32_precision(), squares)
+        return pre_kernels.pre(X, *given, float32_precision(), squares, powers)
 
 
 @triton_op("inductor_ext::mhc_pre", mutates_args=())
 def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float,
+    sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     checks.check_pre(X, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
-        return composed.pre(X, W, scale, base, *options)
-    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), None, W, scale, base, *options))
+        return composed.pre(X, W, scale, base, *options, powers)
+    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), None, powers, W, scale, base, *options))
 
 
 @triton_op("inductor_ext::mhc_pre_from_mixes", mutates_args=())
 def _from_mixes(
     mixes: Tensor, sqrsum: Tensor | None, X: Tensor, scale: Tensor, base: Tensor, iters: int,
-    rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
-        return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
+        return _composed_from_mixes(mixes, sqrsum, X, scale, base, *options, powers)
     sums = mixes.contiguous(), None if sqrsum is None else sqrsum.contiguous()
     with _launching(X):
-        U, post, comb, _, _ = pre_kernels.from_mixes(*sums, _tokens(X, 2), scale, base, *options)
-    return _leading(X.shape[:-2], (U, post, comb))
+        found = pre_kernels.from_mixes(*sums, _tokens(X, 2), scale, base, *options, powers)
+    return _leading(X.shape[:-2], found[:3])
 
 
 @triton_op("inductor_ext::mhc_post", mutates_args=())
@@ -111,12 +111,13 @@ def _post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 def _post_pre(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor,
     iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     checks.check_post(X, Y, post, comb)
     checks.check_pre(X, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
-        return composed.post_pre(X, Y, post, comb, W, scale, base, *options)
+        return composed.post_pre(X, Y, post, comb, W, scale, base, *options, powers)
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
     # One pass that projects X' where it is computed is slower on an H200: a tile of tokens of all
     # streams, beside what a product needs, leaves too few programs on a multiprocessor.
@@ -125,7 +126,7 @@ def _post_pre(
     with _launching(X):
         q = post_kernels.squares_of(operands[0]) if many else None
         X1 = post_kernels.post(*operands, q=q)
-    found = _pre_of(X1, q, W, scale, base, *options)
+    found = _pre_of(X1, q, powers, W, scale, base, *options)
     return X1.reshape(X.shape), *_leading(X.shape[:-2], found)
 
 
@@ -143,12 +144,13 @@ def _collapse(
 
 
 @triton_op("inductor_ext::sinkhorn", mutates_args=())
-def _sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+def _sinkhorn(logits: Tensor, iters: int, eps: float, powers: bool = False) -> Tensor:
     if not kernels_apply(logits):
-        return composed.sinkhorn(logits, iters, eps).to(logits.dtype)
+        return _rounded_sinkhorn(logits, iters, eps, powers)
     n = logits.shape[-1]
     with _launching(logits):
-        return pre_kernels.sinkhorn(logits.reshape(-1, n, n), iters, eps).reshape(logits.shape)
+        found = pre_kernels.sinkhorn(logits.reshape(-1, n, n), iters, eps, powers)
+    return found.reshape(logits.shape)
 
 
 def _tokens(t: Tensor, kept: int) -> Tensor:
@@ -207,7 +209,7 @@ def _setup_pre(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _grad_pre(ctx: Any, dU: Any, dpost: Any, dcomb: Any, *_: Any) -> Any:
-    saved, none = ctx.saved_tensors, (None,) * 5
+    saved, none = ctx.saved_tensors, (None,) * len(ctx.options)
     if dU is None and dpost is None and dcomb is None:
         return (None,) * 4 + none
     if _differentiable():
@@ -229,7 +231,7 @@ def _setup_from_mixes(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _grad_from_mixes(ctx: Any, *grads: Any) -> Any:
     mixes, sqrsum, *others = ctx.saved_tensors
-    none = (None,) * 5
+    none = (None,) * len(ctx.options)
     if all(g is None for g in grads):
         return (None,) * 5 + none
     if sqrsum is None:
@@ -276,7 +278,7 @@ def _setup_post_pre(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _grad_post_pre(ctx: Any, dX1: Any, dU: Any, dpost: Any, dcomb: Any, *_: Any) -> Any:
-    saved, none = ctx.saved_tensors, (None,) * 5
+    saved, none = ctx.saved_tensors, (None,) * len(ctx.options)
     X, Y, post, comb, _, W, scale, base, _, _ = saved
     given = dX1, dU, dpost, dcomb
     if all(g is None for g in given):
@@ -322,12 +324,12 @@ def _grad_sinkhorn(ctx: Any, dcomb: Any) -> Any:
     (logits,) = ctx.saved_tensors
     if _differentiable():
         (found,) = _composed_gradients(_rounded_sinkhorn, (logits,), ctx.options, (dcomb,))
-        return found, None, None
-    return backward.sinkhorn_backward(logits, dcomb, *ctx.options), None, None
+        return found, None, None, None
+    return backward.sinkhorn_backward(logits, dcomb, *ctx.options), None, None, None
 
 
 _sinkhorn.register_autograd(_grad_sinkhorn, setup_context=_setup_sinkhorn)
 
 
-def _rounded_sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
-    return composed.sinkhorn(logits, iters, eps).to(logits.dtype)
+def _rounded_sinkhorn(logits: Tensor, *options: Any) -> Tensor:
+    return composed.sinkhorn(logits, *options).to(logits.dtype)

@@ -25,7 +25,7 @@ from torch.library import triton_op
 
 from inductor_ext.compat import under_functorch
 from inductor_ext.ops._composed import wide
-from inductor_ext.ops._mhc_composed import without_autocast
+from inductor_ext.ops._mhc_composed import shares, without_autocast
 from inductor_ext.ops._rows import is_zero
 from inductor_ext.templates import mhc_post_backward as post_kernels
 from inductor_ext.templates import mhc_pre_backward as pre_kernels
@@ -49,11 +49,11 @@ def shapes_apply(X: Tensor) -> bool:
 def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
     dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None, iters: int, rms_eps: float,
-    pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    pre_eps: float, sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return pre_kernels.backward(
         X, W, scale, base, mixes, sqrsum, None, dU, dpost, dcomb, iters, rms_eps, pre_eps,
-        sinkhorn_eps, post_mult,
+        sinkhorn_eps, post_mult, powers,
     )  # fmt: skip
 
 
@@ -69,11 +69,11 @@ def _post_pre(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, X1: Tensor, W: Tensor, scale: Tensor,
     base: Tensor, mixes1: Tensor, sqrsum1: Tensor, dX1: Tensor | None, dU: Tensor | None,
     dpost1: Tensor | None, dcomb1: Tensor | None, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float,
+    sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     total, *rest = pre_kernels.backward(
         X1, W, scale, base, mixes1, sqrsum1, dX1, dU, dpost1, dcomb1, iters, rms_eps, pre_eps,
-        sinkhorn_eps, post_mult,
+        sinkhorn_eps, post_mult, powers,
     )  # fmt: skip
     return *post_kernels.backward(X, Y, post, comb, total), *rest
 
@@ -90,8 +90,10 @@ def _collapse(
 
 
 @triton_op("inductor_ext::sinkhorn_backward", mutates_args=())
-def _sinkhorn(logits: Tensor, dcomb: Tensor, iters: int, eps: float) -> Tensor:
-    return sinkhorn_kernels.sinkhorn_backward(logits, dcomb, iters, eps)
+def _sinkhorn(
+    logits: Tensor, dcomb: Tensor, iters: int, eps: float, powers: bool = False
+) -> Tensor:
+    return sinkhorn_kernels.sinkhorn_backward(logits, dcomb, iters, eps, powers)
 
 
 def _flat(t: Tensor, kept: int) -> Tensor:
@@ -107,7 +109,7 @@ def _dense(t: Grad, kept: int) -> Any:
 def pre_backward(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
     dU: Grad, dpost: Grad, dcomb: Grad, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float,
+    sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dX, dW, dscale, dbase) of ``mhc_pre``.
 
@@ -116,7 +118,7 @@ def pre_backward(
         mixes, sqrsum: [..., n (n + 2)] and [...], as the forward returned them.
         dU: [..., H]. dpost: [..., n]. dcomb: [..., n, n]. None for zeros.
     """
-    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult, powers
     if kernels_apply(X):
         dx, *rest = _pre(
             _dense(X, 2), W.contiguous(), scale.contiguous(), base.contiguous(), _dense(mixes, 1),
@@ -145,7 +147,7 @@ def post_pre_backward(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, X1: Tensor, W: Tensor, scale: Tensor,
     base: Tensor, mixes1: Tensor, sqrsum1: Tensor, dX1: Grad, dU: Grad, dpost1: Grad,
     dcomb1: Grad, iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float,
-    post_mult: float,
+    post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dX, dY, dpost, dcomb, dW, dscale, dbase) of ``mhc_post_pre``.
 
@@ -157,7 +159,7 @@ def post_pre_backward(
 
     The two parts of X1's gradient are added in fp32 and rounded once, to the dtype of X.
     """
-    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult, powers
     if kernels_apply(X):
         *found, dw, dscale, dbase = _post_pre(
             _dense(X, 2), _dense(Y, 1), _dense(post, 1), _flat(comb, 2), _dense(X1, 2),
@@ -193,12 +195,15 @@ def collapse_backward(
     return dx.to(X.dtype), *rest
 
 
-def sinkhorn_backward(logits: Tensor, dcomb: Tensor, iters: int, eps: float) -> Tensor:
+def sinkhorn_backward(
+    logits: Tensor, dcomb: Tensor, iters: int, eps: float, powers: bool = False
+) -> Tensor:
     """The gradient of ``logits`` [..., n, n] from that of ``sinkhorn(logits)``."""
     if kernels_apply(logits):
-        dlogits = _sinkhorn(_dense(logits, 2), _dense(dcomb, 2), iters, eps)
+        dlogits = _sinkhorn(_dense(logits, 2), _dense(dcomb, 2), iters, eps, powers)
         return dlogits.reshape(logits.shape)
-    return _composed_sinkhorn(wide(logits), wide(dcomb), iters, eps).to(logits.dtype)
+    found = _composed_sinkhorn(wide(logits), wide(dcomb), iters, eps, powers)
+    return found.to(logits.dtype)
 
 
 def _shaped(found: Any, *like: Tensor) -> Any:
@@ -208,9 +213,11 @@ def _shaped(found: Any, *like: Tensor) -> Any:
 # --- composed of torch functions ------------------------------------------------------------------
 
 
-def _composed_sinkhorn(logits: Tensor, dcomb: Tensor, iters: int, eps: float) -> Tensor:
-    p = logits.softmax(-1)
-    c, steps = p + eps, []
+def _composed_sinkhorn(
+    logits: Tensor, dcomb: Tensor, iters: int, eps: float, powers: bool
+) -> Tensor:
+    p = shares(logits, eps, powers)
+    c, steps = p if powers else p + eps, []
     for k in range(2 * iters - 1):
         axis = -2 if k % 2 == 0 else -1
         total = c.sum(axis, keepdim=True) + eps
@@ -251,7 +258,7 @@ def _by_gates(
 def _composed_pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
     dU: Grad, dpost: Grad, dcomb: Grad, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float,
+    sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As ``pre_backward``, dX not rounded."""
     n, hidden = X.shape[-2:]
@@ -271,7 +278,7 @@ def _composed_pre(
         [
             dpre * gate * (1 - gate),
             post_mult * dpost * post * (1 - post),
-            _composed_sinkhorn(logits, dcomb, iters, sinkhorn_eps).flatten(-2),
+            _composed_sinkhorn(logits, dcomb, iters, sinkhorn_eps, powers).flatten(-2),
         ],
         -1,
     )

@@ -15,9 +15,20 @@ from torch import Tensor
 from inductor_ext.ops._composed import wide
 
 
-def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
-    """[..., n, n]: softmax over the last axis plus eps, columns, then rows and columns in turn."""
-    comb = wide(logits).softmax(-1) + eps
+def shares(logits: Tensor, eps: float, powers: bool) -> Tensor:
+    """Powers of e over their sums along the last axis; with ``powers`` over these plus eps."""
+    if not powers or eps == 0.0:
+        return logits.softmax(-1)
+    peak = logits.detach().amax(-1, keepdim=True)
+    found = torch.exp(logits - peak)
+    return found / (found.sum(-1, keepdim=True) + eps * torch.exp(-peak))
+
+
+def sinkhorn(logits: Tensor, iters: int, eps: float, powers: bool = False) -> Tensor:
+    """[..., n, n]: ``shares``, without ``powers`` plus eps, columns, then rows and columns in
+    turn."""
+    comb = shares(wide(logits), eps, powers)
+    comb = comb if powers else comb + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(iters - 1):
         comb = comb / (comb.sum(-1, keepdim=True) + eps)
@@ -50,33 +61,35 @@ def normalised(mixes: Tensor, sqrsum: Tensor, size: int, rms_eps: float) -> Tens
 
 def coefficients(
     z: Tensor, scale: Tensor, base: Tensor, n: int, iters: int, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float,
+    sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(pre [..., n], post [..., n], comb [..., n, n]) of normalised mixes z [..., n (n + 2)]."""
     gates = torch.sigmoid(scale[0] * z[..., :n] + base[:n]) + pre_eps
     post = post_mult * torch.sigmoid(scale[1] * z[..., n : 2 * n] + base[n : 2 * n])
     logits = (scale[2] * z[..., 2 * n :] + base[2 * n :]).unflatten(-1, (n, n))
-    return gates, post, sinkhorn(logits, iters, sinkhorn_eps)
+    return gates, post, sinkhorn(logits, iters, sinkhorn_eps, powers)
 
 
 def from_mixes(
     mixes: Tensor, sqrsum: Tensor, X: Tensor, scale: Tensor, base: Tensor, iters: int,
-    rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n = X.shape[-2]
     z = normalised(mixes, sqrsum, n * X.shape[-1], rms_eps)
-    gates, post, comb = coefficients(z, scale, base, n, iters, pre_eps, sinkhorn_eps, post_mult)
+    gates, post, comb = coefficients(
+        z, scale, base, n, iters, pre_eps, sinkhorn_eps, post_mult, powers
+    )
     return apply(X, gates), post, comb
 
 
 def pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float,
+    sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum)."""
     mixes, sqrsum = projection(X, W)
     U, post, comb = from_mixes(
-        mixes, sqrsum, X, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+        mixes, sqrsum, X, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult, powers
     )
     return U, post, comb, mixes, sqrsum
 
@@ -93,10 +106,11 @@ def post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 def post_pre(
     X: Tensor, Y: Tensor, gates: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor,
     iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(X', U, post', comb', mixes', sqrsum')."""
     X1 = post(X, Y, gates, comb)
-    return X1, *pre(X1, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+    return X1, *pre(X1, W, scale, base, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult, powers)
 
 
 def collapse(

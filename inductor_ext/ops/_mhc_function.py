@@ -28,7 +28,7 @@ def _weighted(X: Tensor, W: Tensor, norm_weight: Tensor | None) -> Tensor:
 def mhc_pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, *, iters: int = 20, rms_eps: float = 1e-6,
     pre_eps: float = 1e-6, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
-    norm_weight: Tensor | None = None,
+    norm_weight: Tensor | None = None, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """A layer's input and its coefficients from the residual streams.
 
@@ -46,6 +46,7 @@ def mhc_pre(
         iters: rounds of Sinkhorn, 1 or more; ``sinkhorn`` has them.
         rms_eps, pre_eps, sinkhorn_eps: 0 or more.
         norm_weight: [n H] fp32 or bf16, the weight of the norm: multiplies the columns of W.
+        powers: how Sinkhorn begins, as for ``sinkhorn``.
 
     Returns U [..., H] in the dtype of X, rounded once from fp32, post [..., n] and comb
     [..., n, n] in fp32. The product with W has the precision of torch's float32 matmul setting.
@@ -59,15 +60,15 @@ def mhc_pre(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     checks.check_pre(X, W, scale, base, *options)
     if not operations.kernels_apply(X):
-        return composed.pre(X, W, scale, base, *options)[:3]
+        return composed.pre(X, W, scale, base, *options, powers)[:3]
     with beside(X):
-        return operations._pre(X, W, scale, base, *options)[:3]
+        return operations._pre(X, W, scale, base, *options, powers)[:3]
 
 
 def mhc_pre_from_mixes(
     mixes: Tensor, sqrsum: Tensor | None, X: Tensor, scale: Tensor, base: Tensor, *,
     iters: int = 20, rms_eps: float = 1e-6, pre_eps: float = 1e-6, sinkhorn_eps: float = 1e-6,
-    post_mult: float = 2.0,
+    post_mult: float = 2.0, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What follows the projection in ``mhc_pre``, for who brings a projection of their own.
 
@@ -94,9 +95,9 @@ def mhc_pre_from_mixes(
     if sqrsum is not None:
         checks.check("sqrsum", sqrsum, (mixes.shape[0], tokens), X)
     if not operations.kernels_apply(X):
-        return operations._composed_from_mixes(mixes, sqrsum, X, scale, base, *options)
+        return operations._composed_from_mixes(mixes, sqrsum, X, scale, base, *options, powers)
     with beside(X):
-        return operations._from_mixes(mixes, sqrsum, X, scale, base, *options)
+        return operations._from_mixes(mixes, sqrsum, X, scale, base, *options, powers)
 
 
 def mhc_post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def mhc_post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 def mhc_post_pre(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor, *,
     iters: int = 20, rms_eps: float = 1e-6, pre_eps: float = 1e-6, sinkhorn_eps: float = 1e-6,
-    post_mult: float = 2.0, norm_weight: Tensor | None = None,
+    post_mult: float = 2.0, norm_weight: Tensor | None = None, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``mhc_post`` of one layer and ``mhc_pre`` of the next: (X', U, post', comb').
 
@@ -135,9 +136,9 @@ def mhc_post_pre(
     checks.check_post(X, Y, post, comb)
     checks.check_pre(X, W, scale, base, *options)
     if not operations.kernels_apply(X):
-        return composed.post_pre(X, Y, post, comb, W, scale, base, *options)[:4]
+        return composed.post_pre(X, Y, post, comb, W, scale, base, *options, powers)[:4]
     with beside(X):
-        return operations._post_pre(X, Y, post, comb, W, scale, base, *options)[:4]
+        return operations._post_pre(X, Y, post, comb, W, scale, base, *options, powers)[:4]
 
 
 def mhc_collapse(
@@ -187,7 +188,7 @@ def mhc_head(
         return operations._collapse(X, W, scale, base, rms_eps, pre_eps)[0]
 
 
-def sinkhorn(logits: Tensor, *, iters: int = 20, eps: float = 1e-6) -> Tensor:
+def sinkhorn(logits: Tensor, *, iters: int = 20, eps: float = 1e-6, powers: bool = False) -> Tensor:
     """A nearly doubly stochastic matrix: ``softmax(logits)``, columns and rows normalised in turn.
 
         C = softmax over the last axis + eps;   C = C / (column sums + eps)
@@ -196,6 +197,7 @@ def sinkhorn(logits: Tensor, *, iters: int = 20, eps: float = 1e-6) -> Tensor:
     Args:
         logits: [..., n, n], n = 2, 4 or 8, fp16, bf16, fp32 or fp64.
         iters: 1 or more. eps: 0 or more.
+        powers: begin with exp(logits) / (its row sums + eps), in place of the softmax + eps.
 
     Returns C in shape and dtype of the logits, computed in fp32 (fp64 for fp64), with a gradient.
     Deterministic. Raises ValueError or TypeError for what does not fit.
@@ -206,6 +208,6 @@ def sinkhorn(logits: Tensor, *, iters: int = 20, eps: float = 1e-6) -> Tensor:
     checks.check_iters(iters)
     checks.check_number("eps", eps)
     if not operations.kernels_apply(logits):
-        return operations._rounded_sinkhorn(logits, iters, eps)
+        return operations._rounded_sinkhorn(logits, iters, eps, powers)
     with beside(logits):
-        return operations._sinkhorn(logits, iters, eps)
+        return operations._sinkhorn(logits, iters, eps, powers)

@@ -13,13 +13,14 @@ def sigmoid(v):
     return 1.0 / (1.0 + torch.exp(-v))
 
 
-def sinkhorn_one(logits, iters, eps):
-    """[n, n]: a softmax of each row plus eps, columns, then (iters - 1) times rows and columns."""
+def sinkhorn_one(logits, iters, eps, powers=False):
+    """[n, n]: a softmax of each row plus eps, columns, then (iters - 1) times rows and columns;
+    of ``powers`` of e the rows are divided like all others."""
     n = logits.shape[0]
     rows = []
     for i in range(n):
-        e = torch.exp(logits[i] - logits[i].max())
-        rows.append(e / e.sum() + eps)
+        e = torch.exp(logits[i] - (0 if powers else logits[i].max()))
+        rows.append(e / (e.sum() + eps) if powers else e / e.sum() + eps)
     c = torch.stack(rows)
     c = torch.stack([c[:, j] / (c[:, j].sum() + eps) for j in range(n)], 1)
     for _ in range(iters - 1):
@@ -28,16 +29,17 @@ def sinkhorn_one(logits, iters, eps):
     return c
 
 
-def sinkhorn(logits, iters=20, eps=1e-6):
+def sinkhorn(logits, iters=20, eps=1e-6, powers=False):
     n = logits.shape[-1]
     flat = logits.double().reshape(-1, n, n)
-    out = [sinkhorn_one(one, iters, eps) for one in flat]
+    out = [sinkhorn_one(one, iters, eps, powers) for one in flat]
     return torch.stack(out).reshape(logits.shape) if out else flat.reshape(logits.shape)
 
 
 def pre_one(
-    x, w, scale, base, iters=20, rms_eps=1e-6, pre_eps=1e-6, sinkhorn_eps=1e-6, post_mult=2.0
-):
+    x, w, scale, base, iters=20, rms_eps=1e-6, pre_eps=1e-6, sinkhorn_eps=1e-6, post_mult=2.0,
+    powers=False,
+):  # fmt: skip
     """(U [H], post [n], comb [n, n]) of one token x [n, H]."""
     n, h = x.shape
     u = torch.cat([x[i] for i in range(n)])
@@ -45,7 +47,8 @@ def pre_one(
     z = r * (w @ u)
     pre = sigmoid(scale[0] * z[:n] + base[:n]) + pre_eps
     post = post_mult * sigmoid(scale[1] * z[n : 2 * n] + base[n : 2 * n])
-    comb = sinkhorn_one((scale[2] * z[2 * n :] + base[2 * n :]).reshape(n, n), iters, sinkhorn_eps)
+    logits = (scale[2] * z[2 * n :] + base[2 * n :]).reshape(n, n)
+    comb = sinkhorn_one(logits, iters, sinkhorn_eps, powers)
     return sum(pre[i] * x[i] for i in range(n)), post, comb
 
 

@@ -169,16 +169,38 @@ def test_collapse(case, of_sums):
             judge("collapse", (found, truth, eager))
 
 
-@pytest.mark.parametrize(("n", "iters"), [(2, 20), (4, 1), (4, 20), (4, 21), (4, 45), (8, 20)])
-def test_sinkhorn(n, iters):
+@pytest.mark.parametrize(
+    ("n", "iters", "powers"),
+    [(2, 20, False), (4, 1, False), (4, 20, False), (4, 21, False), (4, 45, False), (8, 20, False),
+     (4, 3, True)],
+)  # fmt: skip
+def test_sinkhorn(n, iters, powers):
     logits, grad = torch.randn(19, n, n) * 3, torch.randn(19, n, n)
     logits[3] = 30 * torch.eye(n).roll(1, 1)
     wide = logits.double().requires_grad_()
-    (truth,) = torch.autograd.grad(composed.sinkhorn(wide, iters, 1e-6), wide, grad.double())
+    given = iters, 1e-6, powers
+    (truth,) = torch.autograd.grad(composed.sinkhorn(wide, *given), wide, grad.double())
     with kernels():
-        got = backward.sinkhorn_backward(logits, grad, iters, 1e-6)
+        got = backward.sinkhorn_backward(logits, grad, *given)
     verdict = measure.check(got, truth, truth.float())
     assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("by", [kernels, contextlib.nullcontext], ids=["kernels", "composed"])
+def test_powers_of_e(by):
+    """A Sinkhorn that begins with exp(logits), whose row sums have an eps that is felt."""
+    T, n, H = 5, 4, 24
+    (X, W, scale, base), _ = operands(T, n, H, BF16)
+    given, options = (X, W, scale, base - 4), (3, 1e-6, 1e-6, 0.05, 2.0, True)
+    grads = pre_grads(T, n, H, BF16)
+    wide, own = leaves(given, FP64), leaves(given)
+    names = ("rms_eps", "pre_eps", "sinkhorn_eps", "post_mult", "powers")
+    right = reference.pre(*wide, iters=3, **dict(zip(names, options[1:], strict=True)))
+    truth = grads_of(right, grads, wide)
+    eager = grads_of(composed.pre(*own, *options)[:3], grads, own)
+    saved = *given, *mixes_of(*given[:2])
+    with by():
+        judge("pre", (backward.pre_backward(*saved, *grads, *options), truth, eager))
 
 
 @pytest.mark.parametrize(("iters", "sharp"), [(1, False), (20, True)])

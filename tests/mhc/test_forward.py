@@ -1,9 +1,11 @@
 """The forward kernels of mHC in the interpreter, against the formulas in fp64."""
 
+import contextlib
+
 import pytest
 import reference
 import torch
-from inductor_ext.templates import mhc_projection
+from inductor_ext.templates import mhc_pre, mhc_projection
 
 from inductor_ext import measure, ops
 from inductor_ext.ops import _mhc
@@ -155,6 +157,36 @@ def test_sinkhorn(n, dtype, iters, on_cpu):
         found = ops.sinkhorn(logits, iters=iters, eps=1e-3)
     truth = reference.sinkhorn(logits, iters, 1e-3)
     judge([found], [truth], [truth.to(dtype)])
+
+
+@pytest.mark.parametrize("way", ["few", "many", "squares", "composed"])
+def test_powers_of_e(way, on_cpu, monkeypatch):
+    """Sinkhorn from exp(logits), whose first row sums have an eps that is felt."""
+    X, W, scale, base = reference.draw(3, 4, 16)
+    base = base - 4.0
+    options = dict(OPTIONS, iters=3, sinkhorn_eps=0.05)
+    monkeypatch.setattr(mhc_pre, "FEW", 0 if way == "many" else 64)
+    with on_cpu() if way != "composed" else contextlib.nullcontext():
+        if way == "squares":
+            q = X.double().square().sum((-2, -1)).float()[None]
+            given = *options.values(), "ieee", q, True
+            found = mhc_pre.pre(X, W, scale, base, *given)[:3]
+        else:
+            found = ops.mhc_pre(X, W, scale, base, **options, powers=True)
+    wide = reference.pre(X, W, scale, base, **options, powers=True)
+    judge(found, wide, composed.pre(X, W, scale, base, *options.values(), True)[:3])
+    without = reference.pre(X, W, scale, base, **options)
+    assert (wide[2] - without[2]).abs().max() > 1e-2
+
+
+def test_sinkhorn_of_powers(on_cpu):
+    logits = torch.randn(9, 4, 4) * 3
+    logits[0] -= 95.0  # exp is 0 in fp32, the eps is all there is
+    logits[1] += 100.0  # and here more than fp32 holds
+    with on_cpu():
+        found = ops.sinkhorn(logits, iters=3, eps=1e-2, powers=True)
+    truth = reference.sinkhorn(logits, 3, 1e-2, powers=True)
+    judge([found], [truth], [truth.float()])
 
 
 def test_a_token_has_the_same_bits_among_any_number(on_cpu, monkeypatch):

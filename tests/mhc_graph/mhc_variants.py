@@ -197,6 +197,7 @@ ACCEPTED = {
     "weight of strides": transposed_weight,
     "powers of e": build(from_powers),
     "rows first": build(lambda z: from_powers(z, (-1, -2))),
+    "powers of e and an eps": build(lambda z: from_powers(z, eps=1e-3)),
     "less the first axis' maximum": build(lambda z: from_powers(z, below=-2)),
     "less the largest": build(lambda z: from_powers(z, below=(-1, -2))),
     "a softmax written out": build(softmax_written_out),
@@ -273,8 +274,8 @@ PARTLY = {
         build(post_gate=lambda z: torch.sigmoid(z) * -2),
         "the multiplier of the post gates is -2, not positive",
     ),
-    "powers of e and an eps": (
-        build(lambda z: from_powers(z, eps=1e-12)),
+    "less a maximum, and an eps": (
+        build(lambda z: from_powers(z, below=-2, eps=1e-3)),
         LOOP + "begins with exp, not with a softmax",
     ),
     "less another axis' maximum": (
