@@ -28,7 +28,7 @@ from .dependent import in_turn, launched
 
 FEW = 1024  # tokens
 # Up to so many a program cuts its block of W itself, which is a launch less.
-AT_ONCE_TOKENS = 64
+AT_ONCE_TOKENS = 128
 
 
 @triton.jit
@@ -276,6 +276,8 @@ def partials(
     wide = x.dtype == torch.bfloat16 and w.dtype != torch.bfloat16
     few = n <= 4 and w.shape[0] <= 32
     at_once = not chosen.pop("BEFORE") and wide and short and few
+    if at_once:
+        chosen["num_stages"] = 1  # there is nothing to pipeline but groups
     w, how = weights(x.dtype, w, precision, at_once)
     s = splits(hidden, x.dtype, chosen["GROUPS"], chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)

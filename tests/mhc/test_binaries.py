@@ -37,7 +37,7 @@ def binaries(fn):
 def test_pre(T, n, H, dtype, w_dtype, precision):
     x = meta(T, n, H, dtype=dtype)
     found = binaries(lambda: mhc_pre.pre(x, *weights(n, H, w_dtype), *V4, precision))
-    cut = dtype == BF16 and w_dtype == FP32 and T > 64
+    cut = dtype == BF16 and w_dtype == FP32 and T > 128
     names = ["projection_kernel", "fuse_kernel"] + ["cut_kernel"] * cut + ["comb_kernel"] * (T > 64)
     assert sorted(found) == sorted(names)
     for kernel in found.values():
