@@ -44,7 +44,21 @@ def gates_alone(site: Any, u: Any, logits: list[Logit], pre_eps: float, why: str
     place = {row: i for i, row in enumerate([*rows, *(e.row for e in others)])}
     wanted = {node: [place[e.row] for e in found] for node, found in columns.items()}
     said = f"the gates alone, as {why}; "
-    return _replacement(site, u, logits, others, wanted, pre_eps, NAME, said)
+    found = _replacement(site, u, logits, others, wanted, pre_eps, NAME, said)
+    if not _products(site, rows) <= found.inside | found.outputs.keys():
+        raise NoSite("the projection of the gates is used in another way too")
+    return found
+
+
+def _products(site: Any, rows: Any) -> set[Any]:
+    """The nodes of the program that hold columns as they come out of the projection."""
+    found = set()
+    for node in site.nodes:
+        entries = site.entries(node)
+        terms = [] if entries is None else [site.terms[t] for t in entries.array.flat]
+        if any(t[0] == "projected" and t[1:4] in rows for t in terms):
+            found.add(node)
+    return found
 
 
 def _columns(site: Any, like: Logit) -> dict[Any, list[Logit]]:

@@ -132,6 +132,13 @@ def in_place(pre, x, wide):
     return collapse(pre, x, wide)
 
 
+def columns_written_to(x, w, scale, base):
+    wide = x.flatten(-2).float()
+    mixes = F.linear(wide, w) * rms(wide)
+    own = pre_gate(mixes[..., : x.shape[-2]] * scale[0] + base[: x.shape[-2]])
+    return collapse(own, x, wide), mixes.mul_(2)
+
+
 def other_order(x, w, scale, base):
     """Columns comb | post | pre."""
     n, wide = x.shape[-2], x.flatten(-2).float()
@@ -315,6 +322,10 @@ REFUSED = {
     "streams written to": (
         build(collapse=in_place),
         "no sum of gates times streams, rounded once, was found",
+    ),
+    "columns written to": (
+        columns_written_to,
+        "the projection of the gates is used in another way too",
     ),
     "negative eps": (
         build(pre_gate=lambda z: torch.sigmoid(z) - 0.5),
