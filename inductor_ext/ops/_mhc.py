@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import triton_op
 
 from inductor_ext import compat_launch
-from inductor_ext.compat import float32_precision, under_functorch
+from inductor_ext.compat import float32_precision, in_aot_mode, under_functorch
 from inductor_ext.ops import _mhc_backward as backward
 from inductor_ext.ops import _mhc_checks as checks
 from inductor_ext.ops import _mhc_composed as composed
@@ -61,6 +61,25 @@ def _(
     sinkhorn_eps: float, post_mult: float, precision: str, powers: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return pre_kernels.results(X, W.shape[0])
+
+
+@opaque_op("inductor_ext::mhc_collapse_of_any_size")
+def _collapse_of_any_size(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``mhc_collapse`` of X [T, n, H], likewise."""
+    if not kernels_apply(X):
+        return composed.collapse(X, W, scale, base, rms_eps, pre_eps)
+    return pre_kernels.collapse(X, W, scale, base, rms_eps, pre_eps, precision)
+
+
+@_collapse_of_any_size.register_fake
+def _(
+    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float,
+    precision: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return pre_kernels.results(X, W.shape[0], head=True)
 
 
 def _pre_of(X: Tensor, squares: Tensor | None, powers: bool, *given: Any) -> Any:
@@ -137,10 +156,11 @@ def _collapse(
     checks.check_collapse(X, W, scale, base, rms_eps, pre_eps)
     if not kernels_apply(X):
         return composed.collapse(X, W, scale, base, rms_eps, pre_eps)
-    options = rms_eps, pre_eps, float32_precision()
+    given = _tokens(X, 2), W, scale, base, rms_eps, pre_eps, float32_precision()
+    if not isinstance(given[0].shape[0], int) and not in_aot_mode():
+        return _leading(X.shape[:-2], _collapse_of_any_size(*given))
     with _launching(X):
-        found = pre_kernels.collapse(_tokens(X, 2), W, scale, base, *options)
-    return _leading(X.shape[:-2], found)
+        return _leading(X.shape[:-2], pre_kernels.collapse(*given))
 
 
 @triton_op("inductor_ext::sinkhorn", mutates_args=())
