@@ -171,7 +171,7 @@ def test_generated_code_of_a_boundary():
     code = compile_for("h200", boundary, *(t.detach() for t in boundary_inputs()))
     names = [k.name.rsplit("_", 1)[0] for k in code.kernels]
     assert code.extern_calls == []
-    assert names == ["post_kernel", "cut_kernel", "projection_kernel", "fuse_kernel"]
+    assert names == ["post_kernel", "projection_kernel", "fuse_kernel"]
     assert [d.lowering for d in code.decisions if d.fired] == [
         "mhc_pre",
         "mhc_post",
