@@ -6,23 +6,27 @@ are us.
 
 Columns
   ours      inductor_ext.ops.linear_attention
-  fla       flash-linear-attention's chunk kernels for the same decay, where it can be imported
+  fla       flash-linear-attention's chunk kernels for the same decay, where it can be imported; each
+            tunes itself among the six of its configurations nearest to 4 warps and 3 stages
   compile   torch.compile of chunks as torch functions (no decay only)
 
 ``percent`` is the least bytes (every input read and every output written once) at this card's copy
 speed, over the time; ``tflops`` counts the products that chunks of 64 need, each once.
-``--tilings`` instead times the kernels at launch parameters around the chosen ones.
+``--parts check`` compares only and ``--parts time`` times only; ``--checks FILE`` has what an earlier
+run compared. ``--tilings`` instead times the kernels at launch parameters around the chosen ones, and
+``--spellings`` ``tril(q @ k.mT) @ v`` as torch.compile has it beside the operation, by size.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,8 @@ FIELDS = [
     "case", "kind", "decay", "column", "us", "percent", "tflops", "error", "check", "failure",
 ]  # fmt: skip
 LARGEST_ERROR = 2e-2  # relative, of a result in bf16 against fp64
+PARTS = ("check", "time")
+CONFIGURATIONS = 6  # of each kernel of fla's that tunes itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +128,26 @@ def by_fla(case: Case) -> Callable[..., Any] | None:
             out = chunk_simple_gla(q, k, v, gates, scale=scale)[0]
         return out.transpose(1, 2)
 
+    fewer_configurations("fla.")
     return call
+
+
+def fewer_configurations(package: str) -> None:
+    """Leave each self-tuning kernel of the package the CONFIGURATIONS nearest to 4 warps and 3
+    stages: all of them take minutes to compile."""
+    from triton.runtime.autotuner import Autotuner
+
+    def distance(config: Any) -> float:
+        return abs(math.log2(config.num_warps) - 2) + abs(config.num_stages - 3)
+
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(package) or module is None:
+            continue
+        for kernel in list(vars(module).values()):
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None) if hasattr(kernel, "run") else None
+            if kernel is not None:
+                kernel.configs = sorted(kernel.configs, key=distance)[:CONFIGURATIONS]
 
 
 def program(case: Case, column: str) -> Callable[..., Any] | None:
@@ -179,7 +204,17 @@ def error(case: Case, fn: Callable[..., Any], inputs: list[Any], given: Any) -> 
     )
 
 
-def measure_column(case: Case, column: str, timer: Any) -> dict[str, Any] | None:
+def earlier_checks(path: Path | None) -> dict[tuple[str, ...], dict[str, str]]:
+    """The rows of a CSV file of an earlier run."""
+    if path is None:
+        return {}
+    with path.open() as file:
+        return {tuple(row[n] for n in FIELDS[:4]): row for row in csv.DictReader(file)}
+
+
+def measure_column(
+    case: Case, column: str, timer: Any, parts: Sequence[str], checked: dict[str, str] | None
+) -> dict[str, Any] | None:
     """A CSV row; None where the column has no such program."""
     import torch
 
@@ -193,10 +228,15 @@ def measure_column(case: Case, column: str, timer: Any) -> dict[str, Any] | None
     row |= {"column": column}
     inputs = draw(case)
     given = torch.randn_like(inputs[2])
+    if checked is not None:
+        row |= {name: checked[name] for name in ("error", "check")}
     try:
-        row["error"] = error(case, fn, inputs, given)
-        row["check"] = "ok" if row["error"] <= LARGEST_ERROR else "wrong"
-        torch.cuda.empty_cache()
+        if "check" in parts:
+            row["error"] = error(case, fn, inputs, given)
+            row["check"] = "ok" if row["error"] <= LARGEST_ERROR else "wrong"
+            torch.cuda.empty_cache()
+        if "time" not in parts:
+            return row
         us = times(case, fn, inputs, [given] if case.kind == "bwd" else [], timer)  # type: ignore[arg-type]
         row |= {"us": us, "percent": 100 * measure.copy_floor_us(case.bytes) / us}
         row["tflops"] = case.flops / us * 1e-6
@@ -243,6 +283,46 @@ def tilings(case: Case, timer: Any) -> Any:
         yield dataclasses.astuple(chosen), us, ""
 
 
+# --- spellings ------------------------------------------------------------------------------------
+
+# (heads of all sequences, tokens, head size)
+SPELLED = (
+    (64, 512, 64), (64, 512, 128), (16, 1024, 64), (256, 256, 64), (64, 1024, 128), (16, 2048, 64),
+    (256, 512, 64), (4, 4096, 128), (64, 2048, 64), (64, 256, 128), (16, 512, 128),
+)  # fmt: skip
+
+
+def spelled(q: Any, k: Any, v: Any) -> Any:
+    """Causal linear attention with scores of T x T."""
+    import torch
+
+    return torch.tril(q @ k.transpose(-1, -2)) @ v
+
+
+def spellings(timer: Any, kinds: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """(heads, T, D, kind, us compiled by stock torch, us of the operation): forward alone, and
+    forward and backward together for the kind "bwd"."""
+    import torch
+
+    import inductor_ext
+    from benchmarks.mhc import times
+    from inductor_ext import ops
+
+    def operation(q: Any, k: Any, v: Any) -> Any:
+        return ops.linear_attention(q, k, v, scale=1.0)
+
+    stock = torch.compile(common.own_code(spelled, "spelled"), dynamic=False)
+    for (heads, tokens, size), kind in itertools.product(SPELLED, kinds):
+        case = Case((1, heads, tokens, size), "none", "both" if kind == "bwd" else kind)
+        inputs = [x.contiguous() for x in draw(case)]
+        given = [torch.randn_like(inputs[2])] if kind == "bwd" else []
+        found = []
+        for fn in (stock, operation):
+            with inductor_ext.disable():
+                found.append(times(case, fn, inputs, given, timer))  # type: ignore[arg-type]
+        yield heads, tokens, size, kind, *(round(us, 2) for us in found)
+
+
 # --- command line ---------------------------------------------------------------------------------
 
 
@@ -266,6 +346,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
     add("--name", default="linear_attention", help="what the files are called")
     add("--budget-seconds", type=float, help="stop between columns before this is used up")
+    add("--parts", type=common.names_of(PARTS), default=list(PARTS), help="comma-separated")
+    add("--checks", type=Path, help="a CSV file of this benchmark with what was compared before")
+    add("--spellings", action="store_true", help="time tril(q @ k.mT) @ v beside the operation")
     add("--tilings", action="store_true", help="time launch parameters of the kernels")
     add("--list", action="store_true", help="print the cases in their order and stop")
     return parser
@@ -296,6 +379,10 @@ def main() -> None:
     meta = common.metadata("benchmarks.linear_attention")
     meta |= {"ceilings_per_us": dataclasses.asdict(measure.ceilings())}
     timer = Timer(QUICK_REPEATS)
+    if args.spellings:
+        for found in budget.take(spellings(timer, args.kinds)):
+            print(*found, flush=True)
+        return
     if args.tilings:
         for case in cases:
             print(case.name, case.kind, case.decay, flush=True)
@@ -303,9 +390,11 @@ def main() -> None:
                 print(*found, flush=True)
         return
     rows = []
+    checked = earlier_checks(args.checks)
     table = common.CsvFile(args.out / f"{args.name}.csv", FIELDS)
     for case, column in budget.take(list(itertools.product(cases, args.columns))):
-        row = measure_column(case, column, timer)
+        known = checked.get((case.name, case.kind, case.decay, column))
+        row = measure_column(case, column, timer, args.parts, known)
         if row is not None:
             rows.append(row)
             table.write(row)
