@@ -6,15 +6,15 @@ are us.
 
 Columns
   ours      inductor_ext.ops.linear_attention
-  fla       flash-linear-attention's chunk kernels for the same decay, where it can be imported; each
-            tunes itself among the six of its configurations nearest to 4 warps and 3 stages
+  fla       flash-linear-attention's chunk kernels for the same decay, where it can be imported:
+            each tunes itself among its four configurations nearest to 4 warps and 3 stages
   compile   torch.compile of chunks as torch functions (no decay only)
 
 ``percent`` is the least bytes (every input read and every output written once) at this card's copy
 speed, over the time; ``tflops`` counts the products that chunks of 64 need, each once.
-``--parts check`` compares only and ``--parts time`` times only; ``--checks FILE`` has what an earlier
-run compared. ``--tilings`` instead times the kernels at launch parameters around the chosen ones, and
-``--spellings`` ``tril(q @ k.mT) @ v`` as torch.compile has it beside the operation, by size.
+``--parts check`` compares only and ``--parts time`` times only; ``--checks FILE`` has what an
+earlier run compared. ``--tilings`` instead times the kernels at launch parameters around the chosen
+ones, and ``--spellings`` ``tril(q @ k.mT) @ v`` as stock compiles it beside the operation, by size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FIELDS = [
 ]  # fmt: skip
 LARGEST_ERROR = 2e-2  # relative, of a result in bf16 against fp64
 PARTS = ("check", "time")
-CONFIGURATIONS = 6  # of each kernel of fla's that tunes itself
+CONFIGURATIONS = 4  # of each kernel of fla's that tunes itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,9 +249,31 @@ def measure_column(
 # --- launch parameters ----------------------------------------------------------------------------
 
 
-def tilings(case: Case, timer: Any) -> Any:
-    """(launch parameters, us) of the forward's and the three backward launches."""
+def _grid(case: Case) -> Iterator[tuple[Any, ...]]:
+    """Launch parameters around the chosen ones."""
+    from inductor_ext.templates import linear_attention_channel_launch as of_channels
+
+    if case.decay != "channel":
+        grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3), (1, 2, 4))
+        yield from (g for g in grid if g[1] <= case.shape[-1])
+        return
     import torch
+
+    base = dataclasses.astuple(of_channels.tiling(torch.bfloat16, case.shape[-1]))
+    yield base
+    states = ((64, 64, 4, 3), (64, 64, 4, 1), (64, 32, 4, 3), (64, 128, 8, 2))
+    if case.kind == "fwd":
+        yield from ((base[0], *given, *base[5:]) for given in states)
+    for chunk in (64, 32):
+        for part, warps in itertools.product((64, 32), (4, 8)):
+            given = (part, warps, *base[7:]) if case.kind == "fwd" else (*base[5:7], part, warps)
+            yield (chunk, *base[1:5], *given)
+
+
+def tilings(case: Case, timer: Any) -> Any:
+    """(launch parameters, us) of the forward's or the backward's launches."""
+    import torch
+    from inductor_ext.templates import linear_attention_channel_launch as of_channels
     from inductor_ext.templates import linear_attention_launch as launch
 
     from inductor_ext import compat_launch, measure
@@ -260,27 +282,26 @@ def tilings(case: Case, timer: Any) -> Any:
     q, k, v, g = (*inputs, None)[:4]
     do = torch.randn_like(v)
     scale = q.shape[-1] ** -0.5
-    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3), (1, 2, 4))
-    for chunk, block, warps, stages, segments in grid:
-        if block > q.shape[-1]:
-            continue
-        chosen = launch.Tiling(chunk, block, warps, stages, segments)
+    module: Any = of_channels if case.decay == "channel" else launch
+    chunk = () if case.decay == "channel" else (0,)
+    for given in _grid(case):
+        chosen = module.Tiling(*given)
 
         def call(*tensors: Any, chosen: Any = chosen) -> Any:
             if case.kind == "fwd":
-                return launch.forward(*tensors[:3], g, None, scale, "ieee", 0, chosen)
-            return launch.backward(
-                *tensors[:3], g, None, scale, "ieee", 0, tensors[3], None, g is not None, False,
-                chosen,
+                return module.forward(*tensors[:3], g, None, scale, "ieee", *chunk, chosen)
+            return module.backward(
+                *tensors[:3], g, None, scale, "ieee", *chunk, tensors[3], None, g is not None,
+                False, chosen,
             )[:3]  # fmt: skip
 
         try:
             with compat_launch.direct_launches():
                 us = timer(call, measure.rotate((q, k, v, do)))
         except Exception as failure:
-            yield dataclasses.astuple(chosen), math.nan, measure.one_line(failure)[:80]
+            yield given, math.nan, measure.one_line(failure)[:80]
             continue
-        yield dataclasses.astuple(chosen), us, ""
+        yield given, us, ""
 
 
 # --- spellings ------------------------------------------------------------------------------------
