@@ -41,6 +41,15 @@ OTHERS = {
     "scores are used": lambda q, k, v: ((s := torch.tril(q @ k.mT)) @ v, s),
     "wider scores": lambda q, k, v: torch.tril((q @ k.mT).float()).sin().to(q.dtype) @ v,
     "an unknown mask": lambda q, k, v: (q @ k.mT).masked_fill(q[:1, :1, :, :1] > 0, 0.0) @ v,
+    "a copy that is written to": lambda q, k, v: (
+        (s := torch.tril(q @ k.mT).clone()), s[..., 0].zero_(), s @ v)[-1],
+    "a mask that is written to": lambda q, k, v: (
+        (m := torch.ones(T, T, device=q.device)), m[5].zero_(),
+        (q @ k.mT).masked_fill(torch.tril(m) == 0, 0.0) @ v)[-1],
+    "a mask of one column": lambda q, k, v: (
+        (q @ k.mT) * torch.ones(T, 1, device=q.device, dtype=q.dtype).tril()) @ v,
+    "fewer queries": lambda q, k, v: torch.tril(
+        q[..., : T // 2, :].contiguous() @ k.mT) @ v + (v @ v.mT).sum(),
     "few tokens": lambda q, k, v: torch.tril(q[..., :256, :] @ k[..., :256, :].mT)
     @ v[..., :256, :],
 }  # fmt: skip
