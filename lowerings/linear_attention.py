@@ -149,7 +149,10 @@ class _Scores:
                 return first
         if node.target is aten.mul.Tensor and isinstance(rest[0], torch.fx.Node):
             for one, other in ((first, rest[0]), (rest[0], first)):
-                if triangle(self.seen, other) == "lower" and one.meta["val"].dtype == node.meta["val"].dtype:
+                if (
+                    triangle(self.seen, other) == "lower"
+                    and one.meta["val"].dtype == node.meta["val"].dtype
+                ):
                     return self._mask(one)
         if node.target is aten.masked_fill.Scalar and _number(rest[1]) == 0:
             return self._mask(first) if triangle(self.seen, rest[0]) == "upper" else None
@@ -241,7 +244,11 @@ def _inside(seen: shadow.Shadow, result: Any, inputs: list[Any]) -> set[Any]:
         if node in inside or node in inputs or not isinstance(tensor, torch.Tensor):
             continue
         square = tensor.dim() >= 3 and tensor.shape[-1] == tensor.shape[-2]
-        if square and tensor.numel() == size * tensor.shape[-1] and not triangle(seen, seen.of[node]):
+        if (
+            square
+            and tensor.numel() == size * tensor.shape[-1]
+            and not triangle(seen, seen.of[node])
+        ):
             inside.add(node)
             stack.extend(node.all_input_nodes)
     return inside

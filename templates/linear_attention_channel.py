@@ -81,16 +81,16 @@ def states_kernel(
 
 
 @triton.jit
-def other_half(t, i, HALF: tl.constexpr):
-    """Row i of it is row i + HALF or i - HALF of ``t``, of the other half of a block of two."""
-    return tl.gather(t, tl.broadcast_to((i ^ HALF)[:, None], t.shape), 0)
+def other_half(t, i, half):
+    """Row i of it is row i + half or i - half of ``t``, of the other half of a block of two."""
+    return tl.gather(t, tl.broadcast_to((i ^ half)[:, None], t.shape), 0)
 
 
 @triton.jit
-def met(i, HALF: tl.constexpr):
+def met(i, half):
     """[i, j]: i in the upper and j in the lower half of the same block of two halves."""
-    upper = (i & HALF) != 0
-    same = (i // (2 * HALF))[:, None] == (i // (2 * HALF))[None, :]
+    upper = (i & half) != 0
+    same = (i // (2 * half))[:, None] == (i // (2 * half))[None, :]
     return same & upper[:, None] & (upper == 0)[None, :]
 
 
@@ -99,7 +99,7 @@ def outputs_kernel(
     Q, K, V, OUT, DECAY, FRONTS, tokens, heads, scale, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, BLOCK_V: tl.constexpr,
+    PART: tl.constexpr, BLOCK_V: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """OUT of one chunk of one head, by parts of the channels."""
     chunks = (tokens + CHUNK - 1) // CHUNK
@@ -132,7 +132,7 @@ def outputs_kernel(
         behind = tl.zeros([CHUNK, PART], tl.float32)
         own = tl.sum(queries * keys, 1)
         scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
-        for level in tl.static_range(LEVELS):
+        for level in tl.range(0, LEVELS, num_stages=1, loop_unroll_factor=UNROLL):
             upper = ((i & (1 << level)) != 0)[:, None]
             kept = tl.exp2(tl.where(upper, until, behind))
             left = tl.where(upper, queries * kept, 0.0).to(dtype)
@@ -158,7 +158,7 @@ def gradients_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, do_b, do_h, do_t,
     dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, BLOCK_V: tl.constexpr,
+    PART: tl.constexpr, BLOCK_V: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """DQ, DK, DV and, unless None, GRAD [BH, T, dk] of the decays, of one chunk of one head.
 
@@ -208,7 +208,7 @@ def gradients_kernel(
         dkeys = tl.zeros([CHUNK, PART], tl.float32)
         own = tl.sum(queries * keys, 1)
         scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
-        for level in tl.static_range(LEVELS):
+        for level in tl.range(0, LEVELS, num_stages=1, loop_unroll_factor=UNROLL):
             upper = ((i & (1 << level)) != 0)[:, None]
             pair = met(i, 1 << level)
             kept = tl.exp2(tl.where(upper, until, behind))

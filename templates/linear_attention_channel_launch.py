@@ -32,6 +32,7 @@ class Tiling:
     output_warps: int
     gradient_part: int
     gradient_warps: int
+    unroll: int = 1
 
 
 def tiling(dtype: torch.dtype, size: int) -> Tiling:
@@ -78,7 +79,7 @@ def _constants(q: Tensor, v: Tensor, chosen: Tiling, part: int, precision: str) 
     return {
         "PRECISION": exact(q, precision), "CHUNK": chosen.chunk,
         "LEVELS": chosen.chunk.bit_length() - 1, "PARTS": triton.cdiv(q.shape[-1], part),
-        "PART": part, "BLOCK_V": _block(v.shape[-1]),
+        "PART": part, "BLOCK_V": _block(v.shape[-1]), "UNROLL": chosen.unroll,
     }  # fmt: skip
 
 
