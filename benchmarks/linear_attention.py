@@ -264,11 +264,9 @@ def _grid(case: Case) -> Iterator[tuple[Any, ...]]:
     states = ((64, 64, 4, 3), (64, 64, 4, 1), (64, 32, 4, 3), (64, 128, 8, 2))
     if case.kind == "fwd":
         yield from ((base[0], *given, *base[5:]) for given in states)
-    yield (*base[:-1], 6)
-    yield (*base[:-1], 2)
     for chunk in (64, 32):
         for part, warps in itertools.product((64, 32), (4, 8)):
-            given = (part, warps, *base[7:9]) if case.kind == "fwd" else (*base[5:7], part, warps)
+            given = (part, warps, *base[7:]) if case.kind == "fwd" else (*base[5:7], part, warps)
             yield (chunk, *base[1:5], *given)
 
 

@@ -10,6 +10,11 @@ meet in the block's middle m, where e^{g_{m+1} + .. + g_i} and e^{g_{j+1} + .. +
 most 1 (for decays of at most 0), one exponential per token and channel. log2(chunk) products on
 tensor cores make all pairs. The sums grow with the blocks, so that none is a difference.
 
+In bf16, which has fp32's range, all pairs meet in the middle of the chunk in one product (``MILD``)
+where no channel of the chunk decays by more than 2^-60 from there to either end, or to it. Such
+chunks have a kernel of their own: ``states_kernel`` leaves the strongest decay of each, by which
+the programs of the other one end at once.
+
 ``states_kernel`` goes through the chunks in order for the state in front of each (in reverse: the
 gradient of the state behind each); all else is independent of other chunks: ``outputs_kernel``, and
 ``gradients_kernel`` for everything that is asked of a chunk.
@@ -23,15 +28,19 @@ import triton.language as tl
 from .linear_attention import as_decay, product_with_state
 
 
+BOUND = tl.constexpr(-60.0)
+
+
 @triton.jit
 def states_kernel(
-    K, V, DECAY, START, END, FRONTS, tokens, heads, k_tiles, v_tiles, start_factor, end_factor,
+    K, V, DECAY, START, END, FRONTS, STRONGEST, tokens, heads, k_tiles, v_tiles, start_factor, end_factor,
     dk, dv, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     start_bh, start_k, start_v, end_bh, end_k, end_v,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """FRONTS [BH, chunks, dk, dv]: the state in front of every chunk; END: behind the last.
+    STRONGEST [BH, chunks, tiles of dk]: the log of the strongest decay of half a chunk, or None.
 
     REVERSE, of (q, do): what follows every chunk, sum_i e^{..} q_i do_i^T, and END in front of the
     first.
@@ -73,6 +82,11 @@ def states_kernel(
         keys = (keys.to(tl.float32) * tl.exp2(kept)).to(K.dtype.element_ty)
         at = V + origin * v_t + (i[:, None] * v_t + v[None, :])
         values = tl.load(at, mask=(i < count)[:, None] & v_here[None, :], other=0.0)
+        if STRONGEST is not None:
+            lower = (i < CHUNK // 2)[:, None]
+            halves = tl.sum(tl.where(lower, g, 0.0), 0), tl.sum(tl.where(lower, 0.0, g), 0)
+            strongest = tl.min(tl.minimum(halves[0], halves[1]), 0)
+            tl.store(STRONGEST + (bh * chunks + chunk) * k_tiles + k_tile, strongest)
         state *= tl.exp2(tl.sum(g, 0))[:, None]
         state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
     if END is not None:
@@ -95,16 +109,38 @@ def met(i, half):
 
 
 @triton.jit
+def from_middle(g, i, CHUNK: tl.constexpr):
+    """(sums of decays from the middle of the chunk to each token, negative in front of it; those of
+    the two halves, [d] each)."""
+    lower = (i < CHUNK // 2)[:, None]
+    first = tl.sum(tl.where(lower, g, 0.0), 0)
+    second = tl.sum(tl.where(lower, 0.0, g), 0)
+    return tl.cumsum(g, 0) - first[None, :], first, second
+
+
+@triton.jit
+def is_other(STRONGEST, at, k_tiles, MILD: tl.constexpr):
+    """Whether a chunk is one of the other kernel."""
+    strongest = tl.load(STRONGEST + at * k_tiles)
+    for tile in range(1, k_tiles):
+        strongest = tl.minimum(strongest, tl.load(STRONGEST + at * k_tiles + tile))
+    return (strongest > BOUND) != MILD
+
+
+@triton.jit
 def outputs_kernel(
-    Q, K, V, OUT, DECAY, FRONTS, tokens, heads, scale, dk, dv,
+    Q, K, V, OUT, DECAY, FRONTS, STRONGEST, tokens, heads, k_tiles, scale, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, BLOCK_V: tl.constexpr, UNROLL: tl.constexpr,
+    PART: tl.constexpr, BLOCK_V: tl.constexpr, MILD: tl.constexpr,
 ):  # fmt: skip
     """OUT of one chunk of one head, by parts of the channels."""
     chunks = (tokens + CHUNK - 1) // CHUNK
     bh = tl.program_id(0).to(tl.int64) // chunks
     chunk = tl.program_id(0) % chunks
+    if STRONGEST is not None:
+        if is_other(STRONGEST, tl.program_id(0).to(tl.int64), k_tiles, MILD):
+            return
     b, h = bh // heads, bh % heads
     origin = (chunk * CHUNK).to(tl.int64)
     dtype: tl.constexpr = K.dtype.element_ty
@@ -127,22 +163,33 @@ def outputs_kernel(
         keys = tl.load(K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0)
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)
         g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
-        # Of what is in the block of a token, the token's own included: up to it, and behind it.
-        until = as_decay(g, False)
-        behind = tl.zeros([CHUNK, PART], tl.float32)
-        own = tl.sum(queries * keys, 1)
-        scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
-        for level in tl.range(0, LEVELS, num_stages=1, loop_unroll_factor=UNROLL):
-            upper = ((i & (1 << level)) != 0)[:, None]
-            kept = tl.exp2(tl.where(upper, until, behind))
-            left = tl.where(upper, queries * kept, 0.0).to(dtype)
-            right = tl.where(upper, 0.0, keys * kept).to(dtype)
+        g = as_decay(g, False)
+        distance, first, second = from_middle(g, i, CHUNK)
+        if MILD:
+            kept = tl.exp2(distance)
+            left = (queries * kept).to(dtype)
+            right = (keys * tl.exp2(-distance)).to(dtype)
             pairs = tl.dot(left, tl.trans(right), input_precision=PRECISION)
-            scores += tl.where(met(i, 1 << level), pairs, 0.0)
-            other = other_half(until + behind, i, 1 << level)
-            until += tl.where(upper, other, 0.0)
-            behind += tl.where(upper, 0.0, other)
-        queries = (queries * tl.exp2(until)).to(dtype)
+            scores += tl.where(i[:, None] >= i[None, :], pairs, 0.0)
+            prefix = kept * tl.exp2(first)[None, :]
+        else:
+            # Of a token's block, the token's own included: up to it, and behind it.
+            until = g
+            behind = tl.zeros([CHUNK, PART], tl.float32)
+            own = tl.sum(queries * keys, 1)
+            scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
+            for level in tl.range(0, LEVELS, num_stages=1):
+                upper = ((i & (1 << level)) != 0)[:, None]
+                kept = tl.exp2(tl.where(upper, until, behind))
+                left = tl.where(upper, queries * kept, 0.0).to(dtype)
+                right = tl.where(upper, 0.0, keys * kept).to(dtype)
+                pairs = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+                scores += tl.where(met(i, 1 << level), pairs, 0.0)
+                other = other_half(until + behind, i, 1 << level)
+                until += tl.where(upper, other, 0.0)
+                behind += tl.where(upper, 0.0, other)
+            prefix = tl.exp2(until)
+        queries = (queries * prefix).to(dtype)
         at = FRONTS + (d[:, None] * dv + v[None, :])
         state = tl.load(at, mask=(d < dk)[:, None] & v_here[None, :], other=0.0)
         out += product_with_state(queries, state, PRECISION)
@@ -154,11 +201,12 @@ def outputs_kernel(
 
 @triton.jit
 def gradients_kernel(
-    Q, K, V, DECAY, DO, FRONTS, BEHINDS, DQ, DK, DV, GRAD, tokens, heads, scale, dk, dv,
+    Q, K, V, DECAY, DO, FRONTS, BEHINDS, STRONGEST, DQ, DK, DV, GRAD, tokens, heads, k_tiles, scale,
+    dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, do_b, do_h, do_t,
     dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, BLOCK_V: tl.constexpr, UNROLL: tl.constexpr,
+    PART: tl.constexpr, BLOCK_V: tl.constexpr, MILD: tl.constexpr,
 ):  # fmt: skip
     """DQ, DK, DV and, unless None, GRAD [BH, T, dk] of the decays, of one chunk of one head.
 
@@ -171,6 +219,9 @@ def gradients_kernel(
     chunks = (tokens + CHUNK - 1) // CHUNK
     bh = tl.program_id(0).to(tl.int64) // chunks
     chunk = tl.program_id(0) % chunks
+    if STRONGEST is not None:
+        if is_other(STRONGEST, tl.program_id(0).to(tl.int64), k_tiles, MILD):
+            return
     b, h = bh // heads, bh % heads
     origin = (chunk * CHUNK).to(tl.int64)
     dtype: tl.constexpr = K.dtype.element_ty
@@ -202,36 +253,50 @@ def gradients_kernel(
         keys = tl.load(K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0)
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)
         g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
-        until = as_decay(g, False)
-        behind = tl.zeros([CHUNK, PART], tl.float32)
-        dqueries = tl.zeros([CHUNK, PART], tl.float32)
-        dkeys = tl.zeros([CHUNK, PART], tl.float32)
+        g = as_decay(g, False)
+        distance, first, second = from_middle(g, i, CHUNK)
         own = tl.sum(queries * keys, 1)
         scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
-        for level in tl.range(0, LEVELS, num_stages=1, loop_unroll_factor=UNROLL):
-            upper = ((i & (1 << level)) != 0)[:, None]
-            pair = met(i, 1 << level)
-            kept = tl.exp2(tl.where(upper, until, behind))
-            left = tl.where(upper, queries * kept, 0.0).to(dtype)
-            right = tl.where(upper, 0.0, keys * kept).to(dtype)
+        if MILD:
+            kept, undone = tl.exp2(distance), tl.exp2(-distance)
+            left, right = (queries * kept).to(dtype), (keys * undone).to(dtype)
+            later = i[:, None] > i[None, :]
             found = tl.dot(left, tl.trans(right), input_precision=PRECISION)
-            scores += tl.where(pair, found, 0.0)
-            given = tl.where(pair, dscores, 0.0).to(dtype)
-            dqueries += kept * tl.dot(given, right, input_precision=PRECISION)
-            dkeys += kept * tl.dot(tl.trans(given), left, input_precision=PRECISION)
-            other = other_half(until + behind, i, 1 << level)
-            until += tl.where(upper, other, 0.0)
-            behind += tl.where(upper, 0.0, other)
+            scores += tl.where(later, found, 0.0)
+            given = tl.where(later, dscores, 0.0).to(dtype)
+            dqueries = kept * tl.dot(given, right, input_precision=PRECISION)
+            dkeys = undone * tl.dot(tl.trans(given), left, input_precision=PRECISION)
+            prefix = kept * tl.exp2(first)[None, :]
+            suffix = undone * tl.exp2(second)[None, :]
+        else:
+            until = g
+            behind = tl.zeros([CHUNK, PART], tl.float32)
+            dqueries = tl.zeros([CHUNK, PART], tl.float32)
+            dkeys = tl.zeros([CHUNK, PART], tl.float32)
+            for level in tl.range(0, LEVELS, num_stages=1):
+                upper = ((i & (1 << level)) != 0)[:, None]
+                pair = met(i, 1 << level)
+                kept = tl.exp2(tl.where(upper, until, behind))
+                left = tl.where(upper, queries * kept, 0.0).to(dtype)
+                right = tl.where(upper, 0.0, keys * kept).to(dtype)
+                found = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+                scores += tl.where(pair, found, 0.0)
+                given = tl.where(pair, dscores, 0.0).to(dtype)
+                dqueries += kept * tl.dot(given, right, input_precision=PRECISION)
+                dkeys += kept * tl.dot(tl.trans(given), left, input_precision=PRECISION)
+                other = other_half(until + behind, i, 1 << level)
+                until += tl.where(upper, other, 0.0)
+                behind += tl.where(upper, 0.0, other)
+            prefix, suffix = tl.exp2(until), tl.exp2(behind)
         state_here = (d < dk)[:, None] & v_here[None, :]
         at = d[:, None] * dv + v[None, :]
         front = tl.load(FRONTS + at, mask=state_here, other=0.0)
         follows = tl.load(BEHINDS + at, mask=state_here, other=0.0)
-        prefix, suffix = tl.exp2(until), tl.exp2(behind)
         dqueries += prefix * product_with_state(do, tl.trans(front), PRECISION)
         dkeys += suffix * product_with_state(values, tl.trans(follows), PRECISION)
         dvalues += product_with_state((keys * suffix).to(dtype), follows, PRECISION)
         if GRAD is not None:
-            decayed = tl.exp2(tl.sum(tl.where(i[:, None] == 0, until + behind, 0.0), 0))
+            decayed = tl.exp2(first + second)
             onward = tl.trans((queries * prefix).to(dtype))
             onward = tl.dot(onward, do, input_precision=PRECISION)
             onward += decayed[:, None] * follows.to(tl.float32)

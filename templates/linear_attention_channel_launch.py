@@ -32,7 +32,6 @@ class Tiling:
     output_warps: int
     gradient_part: int
     gradient_warps: int
-    unroll: int = 1
 
 
 def tiling(dtype: torch.dtype, size: int) -> Tiling:
@@ -55,19 +54,33 @@ def _fronts(q: Tensor, v: Tensor, chunk: int) -> Tensor:
     return torch.empty((many, chunks, q.shape[3], v.shape[3]), dtype=kept, device=q.device)
 
 
+def _tiles(q: Tensor, chosen: Tiling) -> tuple[int, int]:
+    """(rows of a state of one program, programs that share its rows)."""
+    block = min(chosen.block_k, _block(q.shape[-1]))
+    return block, triton.cdiv(q.shape[-1], block)
+
+
+def _strongest(fronts: Tensor, q: Tensor, chosen: Tiling) -> Tensor | None:
+    """Memory for the strongest decays of chunks; None where all go by blocks."""
+    if q.dtype != torch.bfloat16:
+        return None
+    tiles = _tiles(q, chosen)[1]
+    return torch.empty((*fronts.shape[:2], tiles), dtype=torch.float32, device=q.device)
+
+
 def _states(
     k: Tensor, v: Tensor, decay: Tensor, start: Tensor | None, end: Tensor | None, fronts: Tensor,
-    factors: tuple[float, float], reverse: bool, chosen: Tiling, precision: str,
+    strongest: Tensor | None, factors: tuple[float, float], reverse: bool, chosen: Tiling, precision: str,
 ) -> None:  # fmt: skip
     """``fronts``, and ``end`` [B, H, dk, dv] as ``start`` is, of k and v."""
     heads, tokens, dk = k.shape[1:]
     dv, many = v.shape[-1], k.shape[0] * heads
     first = None if start is None else start.flatten(0, 1)
     last = None if end is None else end.view(many, dk, dv)
-    block_k, block_v = min(chosen.block_k, _block(dk)), min(chosen.block_v, _block(dv))
-    k_tiles, v_tiles = triton.cdiv(dk, block_k), triton.cdiv(dv, block_v)
+    (block_k, k_tiles), block_v = _tiles(k, chosen), min(chosen.block_v, _block(dv))
+    v_tiles = triton.cdiv(dv, block_v)
     wrap_triton(states_kernel)[(many * k_tiles * v_tiles,)](
-        k, v, decay, first, last, fronts, tokens, heads, k_tiles, v_tiles, *factors, dk, dv,
+        k, v, decay, first, last, fronts, strongest, tokens, heads, k_tiles, v_tiles, *factors, dk, dv,
         *k.stride()[:3], *v.stride()[:3], *decay.stride()[:3], *strides(first, 3),
         *strides(last, 3), REVERSE=reverse, PRECISION=exact(k, precision), CHUNK=chosen.chunk,
         BLOCK_K=block_k, BLOCK_V=block_v, STAGES=chosen.stages, num_warps=chosen.warps,
@@ -79,7 +92,7 @@ def _constants(q: Tensor, v: Tensor, chosen: Tiling, part: int, precision: str) 
     return {
         "PRECISION": exact(q, precision), "CHUNK": chosen.chunk,
         "LEVELS": chosen.chunk.bit_length() - 1, "PARTS": triton.cdiv(q.shape[-1], part),
-        "PART": part, "BLOCK_V": _block(v.shape[-1]), "UNROLL": chosen.unroll,
+        "PART": part, "BLOCK_V": _block(v.shape[-1]),
     }  # fmt: skip
 
 
@@ -95,12 +108,16 @@ def forward(
     if not end.numel():
         return out, end
     q, k, v, decay = rows(q), rows(k), rows(v), rows(decay)
-    _states(k, v, decay, start, end, fronts, (1.0, 1.0), False, chosen, precision)
-    if fronts.numel():
+    strongest = _strongest(fronts, q, chosen)
+    _states(k, v, decay, start, end, fronts, strongest, (1.0, 1.0), False, chosen, precision)
+    for mild in (False,) if strongest is None else (True, False):
+        if not fronts.numel():
+            break
         wrap_triton(outputs_kernel)[(fronts.shape[0] * fronts.shape[1],)](
-            q, k, v, out, decay, fronts, tokens, heads, scale, dk, dv, *q.stride()[:3],
-            *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *decay.stride()[:3],
-            **_constants(q, v, chosen, chosen.part, precision), num_warps=chosen.output_warps,
+            q, k, v, out, decay, fronts, strongest, tokens, heads, _tiles(q, chosen)[1], scale, dk,
+            dv, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+            *decay.stride()[:3], **_constants(q, v, chosen, chosen.part, precision), MILD=mild,
+            num_warps=chosen.output_warps,
         )  # fmt: skip
     return out, end
 
@@ -126,14 +143,18 @@ def backward(
     q, k, v, decay, do = rows(q), rows(k), rows(v), rows(decay), rows(do)
     # States kept in reverse are without the scale that their gradients have.
     factors = 1.0 / scale, scale
-    _states(q, do, decay, dend, dstart, behinds, factors, True, chosen, precision)
-    if fronts.numel():
-        _states(k, v, decay, start, None, fronts, (1.0, 1.0), False, chosen, precision)
+    _states(q, do, decay, dend, dstart, behinds, None, factors, True, chosen, precision)
+    if not fronts.numel():
+        return dq, dkeys, dvalues, grad, dstart
+    strongest = _strongest(fronts, q, chosen)
+    _states(k, v, decay, start, None, fronts, strongest, (1.0, 1.0), False, chosen, precision)
+    for mild in (False,) if strongest is None else (True, False):
         wrap_triton(gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
-            q, k, v, decay, do, fronts, behinds, dq, dkeys, dvalues, grad, tokens, heads, scale,
-            dk, dv, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *decay.stride()[:3],
-            *do.stride()[:3], *dq.stride()[:3], *dkeys.stride()[:3], *dvalues.stride()[:3],
-            **_constants(q, v, chosen, chosen.gradient_part, precision),
+            q, k, v, decay, do, fronts, behinds, strongest, dq, dkeys, dvalues, grad, tokens, heads,
+            _tiles(q, chosen)[1], scale, dk, dv, *q.stride()[:3], *k.stride()[:3],
+            *v.stride()[:3], *decay.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+            *dkeys.stride()[:3], *dvalues.stride()[:3],
+            **_constants(q, v, chosen, chosen.gradient_part, precision), MILD=mild,
             num_warps=chosen.gradient_warps,
         )  # fmt: skip
     return dq, dkeys, dvalues, grad, dstart

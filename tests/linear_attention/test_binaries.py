@@ -45,10 +45,10 @@ def binaries(decay, D, dtype):
 @pytest.mark.parametrize(("D", "dtype"), [(128, BF16), (64, BF16), (128, FP16)])
 def test_kernels(decay, D, dtype):
     found = binaries(decay, D, dtype)
-    main = [k for k in found if k.name in ("chunk_kernel", "keyed_kernel", "valued_kernel")]
+    main = [k for k in found if "segments" not in k.name and k.name != "decay_gradient_kernel"]
     for kernel in main:
         assert kernel.uses_tensor_cores and kernel.widest_load == kernel.widest_store == 16
-        assert decay == "channel" or "wgmma" in kernel.ptx
+        assert "wgmma" in kernel.ptx
         assert kernel.shared_bytes <= 227 << 10
     # A few registers too many, stored and loaded once per chunk.
     limit = 200 if D == 128 else 32
