@@ -27,14 +27,13 @@ import triton.language as tl
 
 from .linear_attention import as_decay, product_with_state
 
-
 BOUND = tl.constexpr(-60.0)
 
 
 @triton.jit
 def states_kernel(
-    K, V, DECAY, START, END, FRONTS, STRONGEST, tokens, heads, k_tiles, v_tiles, start_factor, end_factor,
-    dk, dv, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    K, V, DECAY, START, END, FRONTS, STRONGEST, tokens, heads, k_tiles, v_tiles, start_factor,
+    end_factor, dk, dv, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     start_bh, start_k, start_v, end_bh, end_k, end_v,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
@@ -164,8 +163,8 @@ def outputs_kernel(
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)
         g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
         g = as_decay(g, False)
-        distance, first, second = from_middle(g, i, CHUNK)
         if MILD:
+            distance, first, _ = from_middle(g, i, CHUNK)
             kept = tl.exp2(distance)
             left = (queries * kept).to(dtype)
             right = (keys * tl.exp2(-distance)).to(dtype)

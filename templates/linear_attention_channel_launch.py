@@ -70,7 +70,8 @@ def _strongest(fronts: Tensor, q: Tensor, chosen: Tiling) -> Tensor | None:
 
 def _states(
     k: Tensor, v: Tensor, decay: Tensor, start: Tensor | None, end: Tensor | None, fronts: Tensor,
-    strongest: Tensor | None, factors: tuple[float, float], reverse: bool, chosen: Tiling, precision: str,
+    strongest: Tensor | None, factors: tuple[float, float], reverse: bool, chosen: Tiling,
+    precision: str,
 ) -> None:  # fmt: skip
     """``fronts``, and ``end`` [B, H, dk, dv] as ``start`` is, of k and v."""
     heads, tokens, dk = k.shape[1:]
@@ -80,8 +81,8 @@ def _states(
     (block_k, k_tiles), block_v = _tiles(k, chosen), min(chosen.block_v, _block(dv))
     v_tiles = triton.cdiv(dv, block_v)
     wrap_triton(states_kernel)[(many * k_tiles * v_tiles,)](
-        k, v, decay, first, last, fronts, strongest, tokens, heads, k_tiles, v_tiles, *factors, dk, dv,
-        *k.stride()[:3], *v.stride()[:3], *decay.stride()[:3], *strides(first, 3),
+        k, v, decay, first, last, fronts, strongest, tokens, heads, k_tiles, v_tiles, *factors, dk,
+        dv, *k.stride()[:3], *v.stride()[:3], *decay.stride()[:3], *strides(first, 3),
         *strides(last, 3), REVERSE=reverse, PRECISION=exact(k, precision), CHUNK=chosen.chunk,
         BLOCK_K=block_k, BLOCK_V=block_v, STAGES=chosen.stages, num_warps=chosen.warps,
     )  # fmt: skip
