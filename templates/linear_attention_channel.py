@@ -291,15 +291,15 @@ def gradients_kernel(
         at = d[:, None] * dv + v[None, :]
         front = tl.load(FRONTS + at, mask=state_here, other=0.0)
         follows = tl.load(BEHINDS + at, mask=state_here, other=0.0)
-        dqueries += prefix * product_with_state(do, tl.trans(front), PRECISION)
+        # Of what is in front of the chunk, and of what is behind it.
+        inward = prefix * product_with_state(do, tl.trans(front), PRECISION)
+        dqueries += inward
         dkeys += suffix * product_with_state(values, tl.trans(follows), PRECISION)
         dvalues += product_with_state((keys * suffix).to(dtype), follows, PRECISION)
         if GRAD is not None:
-            decayed = tl.exp2(first + second)
-            onward = tl.trans((queries * prefix).to(dtype))
-            onward = tl.dot(onward, do, input_precision=PRECISION)
-            onward += decayed[:, None] * follows.to(tl.float32)
-            anchor = tl.sum(front.to(tl.float32) * onward, 1)
+            # <S, D> in front: through the chunk, and with its own queries.
+            across = tl.sum(front.to(tl.float32) * follows.to(tl.float32), 1)
+            anchor = tl.exp2(first + second) * across + tl.sum(queries * inward, 0)
             sums = tl.cumsum(queries * dqueries - keys * dkeys, 0)
             sums = tl.gather(sums, tl.broadcast_to(tl.maximum(i - 1, 0)[:, None], sums.shape), 0)
             found = anchor[None, :] - tl.where(i[:, None] == 0, 0.0, sums)
