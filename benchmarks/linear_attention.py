@@ -264,10 +264,10 @@ def _grid(case: Case) -> Iterator[tuple[Any, ...]]:
     states = ((64, 64, 4, 3), (64, 64, 4, 1), (64, 32, 4, 3), (64, 128, 8, 2))
     if case.kind == "fwd":
         yield from ((base[0], *given, *base[5:]) for given in states)
-    for chunk in (64, 32):
-        for part, warps in itertools.product((64, 32), (4, 8)):
-            given = (part, warps, *base[7:]) if case.kind == "fwd" else (*base[5:7], part, warps)
-            yield (chunk, *base[1:5], *given)
+    whole = itertools.product((64,), (64, 32, 16), (8, 4))
+    for chunk, part, warps in (*whole, (32, 64, 4), (32, 32, 4)):
+        given = (part, warps, *base[7:]) if case.kind == "fwd" else (*base[5:7], part, warps)
+        yield (chunk, *base[1:5], *given)
 
 
 def tilings(case: Case, timer: Any) -> Any:
