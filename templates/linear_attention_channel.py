@@ -39,7 +39,8 @@ def states_kernel(
     BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """FRONTS [BH, chunks, dk, dv]: the state in front of every chunk; END: behind the last.
-    STRONGEST [BH, chunks, tiles of dk]: the log of the strongest decay of half a chunk, or None.
+    STRONGEST [BH, chunks, tiles of dk]: of the half of a chunk that decays (or grows) most,
+    the log of what it keeps (or less), or None.
 
     REVERSE, of (q, do): what follows every chunk, sum_i e^{..} q_i do_i^T, and END in front of the
     first.
@@ -83,8 +84,10 @@ def states_kernel(
         values = tl.load(at, mask=(i < count)[:, None] & v_here[None, :], other=0.0)
         if STRONGEST is not None:
             lower = (i < CHUNK // 2)[:, None]
-            halves = tl.sum(tl.where(lower, g, 0.0), 0), tl.sum(tl.where(lower, 0.0, g), 0)
-            strongest = tl.min(tl.minimum(halves[0], halves[1]), 0)
+            size = tl.abs(g)
+            first = tl.sum(tl.where(lower, size, 0.0), 0)
+            second = tl.sum(tl.where(lower, 0.0, size), 0)
+            strongest = -tl.max(tl.maximum(first, second), 0)
             tl.store(STRONGEST + (bh * chunks + chunk) * k_tiles + k_tile, strongest)
         state *= tl.exp2(tl.sum(g, 0))[:, None]
         state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
