@@ -85,7 +85,7 @@ def pipelined(ir):
     return read
 
 
-@pytest.mark.parametrize("decay", ["", "head", "token"])
+@pytest.mark.parametrize("decay", ["", "head", "token", "channel"])
 def test_what_a_pipelined_product_reads_is_read_by_nothing_else(decay, monkeypatch):
     """Triton 3.6 overwrites it too early: wrong on a full card, right in the interpreter."""
     texts = []
@@ -94,4 +94,5 @@ def test_what_a_pipelined_product_reads_is_read_by_nothing_else(decay, monkeypat
     binaries(decay, 128, BF16)
     found = [pipelined(text["ttgir"]) for text in texts]
     assert all(len(kinds) == 1 for buffers in found for kinds in buffers.values())
-    assert sum({"products"} in buffers.values() for buffers in found) >= 4
+    least = 3 if decay == "channel" else 4
+    assert sum({"products"} in buffers.values() for buffers in found) >= least
