@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from inductor_ext.lowerings.loss_rows import counts
 from inductor_ext.lowerings.softmax_cores import MEANS, SUMS, constant, keeps_value, reduced
 
 from inductor_ext import editing, matching
@@ -26,8 +27,8 @@ class _Left(Exception):
     """The gradient is not one of entries alone, or not pointwise behind them."""
 
 
-def _region(root: Any) -> tuple[list[Any], list[Any], Any]:
-    """(pointwise nodes behind the scattered entries, their sums over the row, the last node)."""
+def _region(root: Any) -> tuple[list[Any], Any]:
+    """(the sums over the row of scattered entries, the last node of the pointwise code behind)."""
     shape = value(root).shape
     region, sums, ends, stack = {root}, [], [], [root]
     while stack:
@@ -48,7 +49,7 @@ def _region(root: Any) -> tuple[list[Any], list[Any], Any]:
             ends.append(node)
     if len(ends) != 1 or ends[0] is root or any(user in region for user in ends[0].users):
         raise _Left
-    return sorted(region - {root}), sums, ends[0]
+    return sums, ends[0]
 
 
 def _only_converted(node: Any, root: Any) -> bool:
@@ -59,20 +60,38 @@ def _only_converted(node: Any, root: Any) -> bool:
     return True
 
 
-def _at_entries(operand: Any, shape: Any, ids: Any, editor: Editor) -> Any:
-    """An operand of pointwise code of the logits' shape as one of the entries' shape."""
-    if not isinstance(operand, torch.fx.Node) or not isinstance(value(operand), torch.Tensor):
-        return operand
-    tensor = value(operand)
-    if same_shape(tensor.shape, shape):
-        return editor.call(aten.gather.default, operand, -1, ids)
-    if not tensor.dim() or same_size(tensor.shape[-1], 1):
-        return operand
-    raise _Left
+class _Entries:
+    """Values in the entries' columns, [.., K], of what has the logits' shape: computed again from
+    what lies in memory, so that nothing as large as the logits gets another reader."""
+
+    def __init__(self, shape: Any, ids: Any, editor: Editor, known: dict[Any, Any]) -> None:
+        self.shape, self.ids, self.editor, self.known = shape, ids, editor, known
+
+    def of(self, node: Any) -> Any:
+        """The entries of a node, or what they are broadcast from; of anything else itself."""
+        if not isinstance(node, torch.fx.Node) or not isinstance(value(node), torch.Tensor):
+            return node
+        if node not in self.known:
+            self.known[node] = self._made(node)
+        return self.known[node]
+
+    def _made(self, node: Any) -> Any:
+        tensor, call = value(node), self.editor.call
+        if not tensor.dim() or same_size(tensor.shape[-1], 1):
+            return node
+        if counts(node, -1, self.shape[-1]):
+            return self.editor.to(self.ids, tensor.dtype)
+        if not same_shape(tensor.shape, self.shape):
+            raise _Left
+        if node.target is aten.expand.default and value(node.args[0]).dim() in (0, tensor.dim()):
+            return self.of(node.args[0])
+        if matching.is_pointwise(node) and not node.kwargs:
+            return call(node.target, *map(self.of, node.args))
+        return call(aten.gather.default, node, -1, self.ids)
 
 
 def _place(node: Any, zeros: Any, ids: Any, source: Any) -> None:
-    region, sums, end = _region(node)
+    sums, end = _region(node)
     shape = value(node).shape
     editor = Editor(node.graph)
     editor.before(node.next)
@@ -84,7 +103,8 @@ def _place(node: Any, zeros: Any, ids: Any, source: Any) -> None:
     )
     beside = editor.call(aten.unsqueeze.default, wide, -2)
     alike = editor.call(aten.where.ScalarOther, equal, beside, 0.0)
-    entries = {node: editor.to(editor.call(aten.sum.dim_IntList, alike, [-1]), value(node).dtype)}
+    total = editor.call(aten.sum.dim_IntList, alike, [-1])
+    known = {node: editor.to(total, value(node).dtype)}
     totals = []
     for total in sums:
         keeps = len(total.args) > 2 and bool(total.args[2])
@@ -92,20 +112,16 @@ def _place(node: Any, zeros: Any, ids: Any, source: Any) -> None:
         totals.append((total, editor.to(found, value(total).dtype)))
     editor.before(end.next)
     try:
-        for one in region:
-            args = [
-                entries[a] if a in entries else _at_entries(a, shape, ids, editor) for a in one.args
-            ]
-            entries[one] = editor.call(one.target, *args, **one.kwargs)
-            if not same_shape(value(entries[one]).shape, value(ids).shape):
-                raise _Left
+        ready = _Entries(shape, ids, editor, known).of(end)
+        if not same_shape(value(ready).shape, value(ids).shape):
+            raise _Left
     except _Left:
         editor.undo()
         raise
     for total, found in totals:
         total.replace_all_uses_with(found)
     users = list(end.users)
-    placed = editor.call(aten.scatter.src, end, -1, ids, entries[end])
+    placed = editor.call(aten.scatter.src, end, -1, ids, ready)
     for user in users:
         user.replace_input_with(end, placed)
     node.replace_all_uses_with(zeros)

@@ -1,5 +1,8 @@
 """Losses of several gathered entries of a row: their gradient is written once, without zeros."""
 
+import math
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +53,10 @@ def test_numbers(loss, inputs, judged):
     code = judged(loss, inputs)
     assert placed(code) == [True]
     assert "tl.atomic_add(" not in code.backward
+    rows = math.prod(inputs[0].shape[:-1])
+    large = re.findall(r"empty_strided_cuda\(\(([\d, ]+)\)", code.backward)
+    sizes = [math.prod(map(int, filter(None, text.replace(" ", "").split(",")))) for text in large]
+    assert sum(size >= rows * V for size in sizes) == 1  # the gradient itself
 
 
 def test_symbolic_number_of_rows(judged):
