@@ -5,6 +5,7 @@ that ``softmax`` puts in (``row_sums`` has the algebra). What is weighted reads 
 Backward: the gradient of a log_softmax needs the row sum of what comes in, which for targets
 (an index per row, probabilities, smoothing, any weights) is known; what is left is pointwise: the
 logits are read once, their gradient is written once, and nothing of that size is stored in between.
+So is the gradient of several entries of a row (``scattered_gradient``).
 Where stock moves no more than that, it is left.
 """
 
