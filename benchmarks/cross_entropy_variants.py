@@ -36,6 +36,11 @@ def _teacher(n: int, v: int, dtype: torch.dtype, device: str) -> tuple[torch.Ten
     return (torch.randn(n, v, device=device).mul(2).to(dtype),)
 
 
+def _top_of_teacher(n: int, v: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    logprobs, ids = torch.randn(n, v, device=device).mul(2).log_softmax(-1).topk(64)
+    return ids, logprobs
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """``fn(logits, *rest)`` is a scalar loss (or one per row); ``rest(n, v, dtype, device)``."""
@@ -116,6 +121,11 @@ def _kl_teacher_log(x, q):
     return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
+def _kl_top_of_teacher(x, ids, logprobs):
+    student = F.log_softmax(x.float(), -1).gather(-1, ids)
+    return (logprobs.exp() * (logprobs - student)).sum(-1).mean()
+
+
 def _gathered(x, y):
     return -F.log_softmax(x.float(), -1).gather(-1, y[:, None]).mean()
 
@@ -168,6 +178,7 @@ VARIANTS: dict[str, Variant] = {
     "kl": Variant(_kl, _probabilities, (8, 8), (6, 8)),
     "kl, teacher logits": Variant(_kl_teacher, _teacher, (16, 14), (8, 6)),
     "kl, teacher log": Variant(_kl_teacher_log, _teacher, (12, 8), (8, 6)),
+    "kl, top 64 of a teacher": Variant(_kl_top_of_teacher, _top_of_teacher, (2, 16), (2, 4)),
     "gathered": Variant(_gathered, _valid, (2, 16), (2, 4)),
     "logsumexp - gathered": Variant(_lse_minus_gathered, _valid, (4, 12), (2, 4)),
     "smoothing by hand": Variant(_smoothed_by_hand, _valid, (6, 16), (2, 4)),

@@ -6,23 +6,27 @@ are us.
 
 Columns
   ours      inductor_ext.ops.linear_attention
-  fla       flash-linear-attention's chunk kernels for the same decay, where it can be imported
+  fla       flash-linear-attention's chunk kernels for the same decay, where it can be imported:
+            each tunes itself among its four configurations nearest to 4 warps and 3 stages
   compile   torch.compile of chunks as torch functions (no decay only)
 
 ``percent`` is the least bytes (every input read and every output written once) at this card's copy
 speed, over the time; ``tflops`` counts the products that chunks of 64 need, each once.
-``--tilings`` instead times the kernels at launch parameters around the chosen ones.
+``--parts check`` compares only and ``--parts time`` times only; ``--checks FILE`` has what an
+earlier run compared. ``--tilings`` instead times the kernels at launch parameters around the chosen
+ones, and ``--spellings`` ``tril(q @ k.mT) @ v`` as stock compiles it beside the operation, by size.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,8 @@ FIELDS = [
     "case", "kind", "decay", "column", "us", "percent", "tflops", "error", "check", "failure",
 ]  # fmt: skip
 LARGEST_ERROR = 2e-2  # relative, of a result in bf16 against fp64
+PARTS = ("check", "time")
+CONFIGURATIONS = 4  # of each kernel of fla's that tunes itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +128,26 @@ def by_fla(case: Case) -> Callable[..., Any] | None:
             out = chunk_simple_gla(q, k, v, gates, scale=scale)[0]
         return out.transpose(1, 2)
 
+    fewer_configurations("fla.")
     return call
+
+
+def fewer_configurations(package: str) -> None:
+    """Leave each self-tuning kernel of the package the CONFIGURATIONS nearest to 4 warps and 3
+    stages: all of them take minutes to compile."""
+    from triton.runtime.autotuner import Autotuner
+
+    def distance(config: Any) -> float:
+        return abs(math.log2(config.num_warps) - 2) + abs(config.num_stages - 3)
+
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(package) or module is None:
+            continue
+        for kernel in list(vars(module).values()):
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None) if hasattr(kernel, "run") else None
+            if kernel is not None:
+                kernel.configs = sorted(kernel.configs, key=distance)[:CONFIGURATIONS]
 
 
 def program(case: Case, column: str) -> Callable[..., Any] | None:
@@ -179,7 +204,17 @@ def error(case: Case, fn: Callable[..., Any], inputs: list[Any], given: Any) -> 
     )
 
 
-def measure_column(case: Case, column: str, timer: Any) -> dict[str, Any] | None:
+def earlier_checks(path: Path | None) -> dict[tuple[str, ...], dict[str, str]]:
+    """The rows of a CSV file of an earlier run."""
+    if path is None:
+        return {}
+    with path.open() as file:
+        return {tuple(row[n] for n in FIELDS[:4]): row for row in csv.DictReader(file)}
+
+
+def measure_column(
+    case: Case, column: str, timer: Any, parts: Sequence[str], checked: dict[str, str] | None
+) -> dict[str, Any] | None:
     """A CSV row; None where the column has no such program."""
     import torch
 
@@ -193,10 +228,15 @@ def measure_column(case: Case, column: str, timer: Any) -> dict[str, Any] | None
     row |= {"column": column}
     inputs = draw(case)
     given = torch.randn_like(inputs[2])
+    if checked is not None:
+        row |= {name: checked[name] for name in ("error", "check")}
     try:
-        row["error"] = error(case, fn, inputs, given)
-        row["check"] = "ok" if row["error"] <= LARGEST_ERROR else "wrong"
-        torch.cuda.empty_cache()
+        if "check" in parts:
+            row["error"] = error(case, fn, inputs, given)
+            row["check"] = "ok" if row["error"] <= LARGEST_ERROR else "wrong"
+            torch.cuda.empty_cache()
+        if "time" not in parts:
+            return row
         us = times(case, fn, inputs, [given] if case.kind == "bwd" else [], timer)  # type: ignore[arg-type]
         row |= {"us": us, "percent": 100 * measure.copy_floor_us(case.bytes) / us}
         row["tflops"] = case.flops / us * 1e-6
@@ -209,9 +249,31 @@ def measure_column(case: Case, column: str, timer: Any) -> dict[str, Any] | None
 # --- launch parameters ----------------------------------------------------------------------------
 
 
-def tilings(case: Case, timer: Any) -> Any:
-    """(launch parameters, us) of the forward's and the three backward launches."""
+def _grid(case: Case) -> Iterator[tuple[Any, ...]]:
+    """Launch parameters around the chosen ones."""
+    from inductor_ext.templates import linear_attention_channel_launch as of_channels
+
+    if case.decay != "channel":
+        grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3), (1, 2, 4))
+        yield from (g for g in grid if g[1] <= case.shape[-1])
+        return
     import torch
+
+    base = dataclasses.astuple(of_channels.tiling(torch.bfloat16, case.shape[-1]))
+    yield base
+    states = ((64, 64, 4, 3), (64, 64, 4, 1), (64, 32, 4, 3), (64, 128, 8, 2))
+    if case.kind == "fwd":
+        yield from ((base[0], *given, *base[5:]) for given in states)
+    whole = itertools.product((64,), (64, 32, 16), (8, 4))
+    for chunk, part, warps in (*whole, (32, 64, 4), (32, 32, 4)):
+        given = (part, warps, *base[7:]) if case.kind == "fwd" else (*base[5:7], part, warps)
+        yield (chunk, *base[1:5], *given)
+
+
+def tilings(case: Case, timer: Any) -> Any:
+    """(launch parameters, us) of the forward's or the backward's launches."""
+    import torch
+    from inductor_ext.templates import linear_attention_channel_launch as of_channels
     from inductor_ext.templates import linear_attention_launch as launch
 
     from inductor_ext import compat_launch, measure
@@ -220,27 +282,66 @@ def tilings(case: Case, timer: Any) -> Any:
     q, k, v, g = (*inputs, None)[:4]
     do = torch.randn_like(v)
     scale = q.shape[-1] ** -0.5
-    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3), (1, 2, 4))
-    for chunk, block, warps, stages, segments in grid:
-        if block > q.shape[-1]:
-            continue
-        chosen = launch.Tiling(chunk, block, warps, stages, segments)
+    module: Any = of_channels if case.decay == "channel" else launch
+    chunk = () if case.decay == "channel" else (0,)
+    for given in _grid(case):
+        chosen = module.Tiling(*given)
 
         def call(*tensors: Any, chosen: Any = chosen) -> Any:
             if case.kind == "fwd":
-                return launch.forward(*tensors[:3], g, None, scale, "ieee", 0, chosen)
-            return launch.backward(
-                *tensors[:3], g, None, scale, "ieee", 0, tensors[3], None, g is not None, False,
-                chosen,
+                return module.forward(*tensors[:3], g, None, scale, "ieee", *chunk, chosen)
+            return module.backward(
+                *tensors[:3], g, None, scale, "ieee", *chunk, tensors[3], None, g is not None,
+                False, chosen,
             )[:3]  # fmt: skip
 
         try:
             with compat_launch.direct_launches():
                 us = timer(call, measure.rotate((q, k, v, do)))
         except Exception as failure:
-            yield dataclasses.astuple(chosen), math.nan, measure.one_line(failure)[:80]
+            yield given, math.nan, measure.one_line(failure)[:80]
             continue
-        yield dataclasses.astuple(chosen), us, ""
+        yield given, us, ""
+
+
+# --- spellings ------------------------------------------------------------------------------------
+
+# (heads of all sequences, tokens, head size)
+SPELLED = (
+    (64, 512, 64), (64, 512, 128), (16, 1024, 64), (256, 256, 64), (64, 1024, 128), (16, 2048, 64),
+    (256, 512, 64), (4, 4096, 128), (64, 2048, 64), (64, 256, 128), (16, 512, 128),
+)  # fmt: skip
+
+
+def spelled(q: Any, k: Any, v: Any) -> Any:
+    """Causal linear attention with scores of T x T."""
+    import torch
+
+    return torch.tril(q @ k.transpose(-1, -2)) @ v
+
+
+def spellings(timer: Any, kinds: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """(heads, T, D, kind, us compiled by stock torch, us of the operation): forward alone, and
+    forward and backward together for the kind "bwd"."""
+    import torch
+
+    import inductor_ext
+    from benchmarks.mhc import times
+    from inductor_ext import ops
+
+    def operation(q: Any, k: Any, v: Any) -> Any:
+        return ops.linear_attention(q, k, v, scale=1.0)
+
+    stock = torch.compile(common.own_code(spelled, "spelled"), dynamic=False)
+    for (heads, tokens, size), kind in itertools.product(SPELLED, kinds):
+        case = Case((1, heads, tokens, size), "none", "both" if kind == "bwd" else kind)
+        inputs = [x.contiguous() for x in draw(case)]
+        given = [torch.randn_like(inputs[2])] if kind == "bwd" else []
+        found = []
+        for fn in (stock, operation):
+            with inductor_ext.disable():
+                found.append(times(case, fn, inputs, given, timer))  # type: ignore[arg-type]
+        yield heads, tokens, size, kind, *(round(us, 2) for us in found)
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -266,6 +367,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
     add("--name", default="linear_attention", help="what the files are called")
     add("--budget-seconds", type=float, help="stop between columns before this is used up")
+    add("--parts", type=common.names_of(PARTS), default=list(PARTS), help="comma-separated")
+    add("--checks", type=Path, help="a CSV file of this benchmark with what was compared before")
+    add("--spellings", action="store_true", help="time tril(q @ k.mT) @ v beside the operation")
     add("--tilings", action="store_true", help="time launch parameters of the kernels")
     add("--list", action="store_true", help="print the cases in their order and stop")
     return parser
@@ -296,6 +400,10 @@ def main() -> None:
     meta = common.metadata("benchmarks.linear_attention")
     meta |= {"ceilings_per_us": dataclasses.asdict(measure.ceilings())}
     timer = Timer(QUICK_REPEATS)
+    if args.spellings:
+        for found in budget.take(spellings(timer, args.kinds)):
+            print(*found, flush=True)
+        return
     if args.tilings:
         for case in cases:
             print(case.name, case.kind, case.decay, flush=True)
@@ -303,9 +411,11 @@ def main() -> None:
                 print(*found, flush=True)
         return
     rows = []
+    checked = earlier_checks(args.checks)
     table = common.CsvFile(args.out / f"{args.name}.csv", FIELDS)
     for case, column in budget.take(list(itertools.product(cases, args.columns))):
-        row = measure_column(case, column, timer)
+        known = checked.get((case.name, case.kind, case.decay, column))
+        row = measure_column(case, column, timer, args.parts, known)
         if row is not None:
             rows.append(row)
             table.write(row)

@@ -5,6 +5,7 @@ that ``softmax`` puts in (``row_sums`` has the algebra). What is weighted reads 
 Backward: the gradient of a log_softmax needs the row sum of what comes in, which for targets
 (an index per row, probabilities, smoothing, any weights) is known; what is left is pointwise: the
 logits are read once, their gradient is written once, and nothing of that size is stored in between.
+So is the gradient of several entries of a row (``scattered_gradient``).
 Where stock moves no more than that, it is left.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from inductor_ext.lowerings import scattered_gradient
 from inductor_ext.lowerings.row_forms import NotLinear, OneHot
 from inductor_ext.lowerings.row_sums import Rows
 from inductor_ext.lowerings.softmax import STATISTICS  # registered first: the sums are behind it
@@ -174,6 +176,14 @@ def _compare_instead_of_scatter(rows: Rows) -> set[Any]:
     return compared
 
 
+def _place_entries(rows: Rows) -> None:
+    """The gradient of several entries of a row, put into a gradient that was written without."""
+    if scattered_gradient.place(rows.graph, rows.shape, rows.dim):
+        here = site(rows.logits[0], rows.dim, "gradient of entries")
+        why = "no zeros to add to: they are placed in what is written"
+        report.record(report.Decision(NAME, True, "entries placed", why, here, source="heuristic"))
+
+
 def _groups(graph: Any, numbers: editing.Numbers) -> list[tuple[list[Any], int]]:
     """(logits of equal shape, the dimension) of the softmaxes that may be worth a look."""
     every = (*cores(graph, numbers), *(core for _, core in remembered(graph)))
@@ -200,6 +210,7 @@ def rewrite(graph: Any) -> None:
     for logits, dim in _groups(graph, numbers):
         shape = value(logits[0]).shape
         rows = Rows(graph, numbers, editing.Editor(graph), logits, dim)
+        _place_entries(rows)
         compared = _compare_instead_of_scatter(rows)
         totals = {core.total for core in cores(graph, numbers)}
         sums = [

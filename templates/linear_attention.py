@@ -15,7 +15,16 @@ With G the running sum of g inside a chunk and S the state in front of it
 
 All gradients are this kernel with other roles: dq of (do, v, k), dk of (v, do, q) in reverse, dv of
 (k, q, do) in reverse. The exponents are sums of decays, never differences that could be positive.
-A program has a tile of columns of v and of the state, and loops over the chunks of its segment.
+
+In bf16, which has fp32's range, heads whose chunks all decay by 2^-120 at most are ``MILD``: with
+c_i for G_i, in reverse for G_last - G_i, and r half of the chunk's decay,
+
+    o_i = scale e^{c_i - r} (q_i e^r S + sum_j (q_i . k_j) e^{r - c_j} v_j)
+    S  <- e^{G_last - r} (e^r S + sum_j k_j e^{r - c_j} v_j)
+
+so that one v serves both sums, and no pair has an exponential. Heads of either kind have launches
+of their own, whose programs for the others end at once. A program has a tile of columns of v and of
+the state, and loops over the chunks of its segment.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 STRONGEST = tl.constexpr(-160.0)  # 2^-160 is 0 in fp32: a stronger decay is the same one
+BOUND = tl.constexpr(-120.0)
 
 
 @triton.jit
@@ -50,19 +60,38 @@ def product_with_state(a, state, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def strongest_kernel(
+    DECAY, OUT, tokens, heads, g_b, g_h, g_t, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """OUT [BH]: of the chunk that decays (or grows) most, the log of what it keeps (or less)."""
+    bh = tl.program_id(0).to(tl.int64)
+    DECAY += bh // heads * g_b + bh % heads * g_h
+    i = tl.arange(0, CHUNKS)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    strongest = tl.zeros([CHUNKS], tl.float32)
+    for first in range(0, tokens, CHUNKS * CHUNK):
+        t = first + i
+        g = tl.load(DECAY + t.to(tl.int64) * g_t, mask=t < tokens, other=0.0)
+        strongest = tl.minimum(strongest, -tl.sum(tl.abs(as_decay(g, False)), 1))
+    tl.store(OUT + bh, tl.min(strongest, 0))
+
+
+@triton.jit
 def chunk_kernel(
-    Q, K, V, OUT, DECAY, START, END, LOG, FRONTS, W, E, ANCHORS,
+    Q, K, V, OUT, DECAY, STRONGEST_OF, START, END, LOG, FRONTS, W, E, ANCHORS,
     tokens, heads, tiles, segments, per_segment, scale, start_factor,
     end_factor, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
     start_bh, start_segment, start_k, start_v, end_bh, end_segment, end_k, end_v,
     w_b, w_h, w_t,
     DECAYS: tl.constexpr,  # "", "head" or "token"
-    REVERSE: tl.constexpr, OUTPUT: tl.constexpr, STORE_FRONTS: tl.constexpr, EMIT: tl.constexpr,
-    ANCHOR: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, EVEN_K: tl.constexpr, EVEN_V: tl.constexpr, STAGES: tl.constexpr,
+    MILD: tl.constexpr, REVERSE: tl.constexpr, OUTPUT: tl.constexpr, STORE_FRONTS: tl.constexpr,
+    EMIT: tl.constexpr, ANCHOR: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EVEN_K: tl.constexpr, EVEN_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The chunks of one segment, for one head and one tile of v's columns.
+
+    STRONGEST_OF [BH]: by which heads are MILD or not; None where none is.
 
     START: the state in front of every segment, or None for 0. END: the state behind it, or None.
     Without OUTPUT only END is computed, and LOG [BH, segments], the sum of a segment's decays in
@@ -77,6 +106,9 @@ def chunk_kernel(
     tile = tl.program_id(0) % tiles
     segment = tl.program_id(0) // tiles % segments
     bh = (tl.program_id(0) // (tiles * segments)).to(tl.int64)
+    if STRONGEST_OF is not None:
+        if (tl.load(STRONGEST_OF + bh) > BOUND) != MILD:
+            return
     b, h = bh // heads, bh % heads
     i = tl.arange(0, CHUNK)
     k = tl.arange(0, BLOCK_K)
@@ -124,7 +156,24 @@ def chunk_kernel(
             V + origin * v_t + (i[:, None] * v_t + v[None, :]),
             mask=here[:, None] & v_here[None, :], other=0.0,
         )  # fmt: skip
-        if DECAYS != "":
+        if DECAYS != "" and MILD:
+            count = tl.minimum(tokens - chunk * CHUNK, CHUNK)
+            if DECAYS == "token":
+                at = origin * g_t + i * g_t
+                g = as_decay(tl.load(DECAY + at, mask=here, other=0.0), WIDE)
+                G = tl.cumsum(g, 0)
+                total = tl.sum(g, 0)
+            else:
+                G = tl.minimum(i + 1, count) * g_head
+                total = count * g_head
+            kept = tl.exp2((total - G if REVERSE else G) - 0.5 * total)
+            raised = tl.exp2(0.5 * total - (total - G if REVERSE else G))
+            decayed = tl.exp2(0.5 * total)
+            log += total
+            state *= decayed
+            raw = values.to(tl.float32)
+            values = (raw * raised[:, None]).to(keys.dtype)
+        elif DECAYS != "":
             if DECAYS == "token":
                 at = origin * g_t + i * g_t
                 g = as_decay(tl.load(DECAY + at, mask=here, other=0.0), WIDE)
@@ -151,15 +200,17 @@ def chunk_kernel(
                 mask=here[:, None] & k_here[None, :], other=0.0,
             )  # fmt: skip
             scores = product(queries, tl.trans(keys), PRECISION)
-            if DECAYS != "":
+            if DECAYS != "" and not MILD:
                 scores *= tl.exp2(tl.where(earlier, between, 0.0).to(tl.float32))
             if EMIT:
                 own = tl.sum(tl.where(i[:, None] == i[None, :], scores, 0.0), 1)
             out = product_with_state(queries, state, PRECISION)
-            if DECAYS != "":
+            if DECAYS != "" and not MILD:
                 out *= (suffix if REVERSE else prefix)[:, None]
             lower = tl.where(earlier, scores, 0.0).to(keys.dtype)
             out = tl.dot(lower, values, out, input_precision=PRECISION)
+            if DECAYS != "" and MILD:
+                out *= kept[:, None]
             if EMIT:
                 # Without the token's own term: it is in two sums whose difference counts.
                 weights = tl.load(
@@ -169,16 +220,19 @@ def chunk_kernel(
                 at = (tile.to(tl.int64) * (tl.num_programs(0) // (tiles * segments)) + bh) * tokens
                 sums = tl.sum(weights.to(tl.float32) * out, 1) * scale
                 tl.store(E + at + origin + i, sums, mask=here)
-                again = tl.load(
-                    V + origin * v_t + (i[:, None] * v_t + v[None, :]),
-                    mask=here[:, None] & v_here[None, :], other=0.0,
-                )  # fmt: skip
+                if MILD:
+                    again = raw
+                else:
+                    again = tl.load(
+                        V + origin * v_t + (i[:, None] * v_t + v[None, :]),
+                        mask=here[:, None] & v_here[None, :], other=0.0,
+                    )  # fmt: skip
                 out += own[:, None] * again.to(tl.float32)
             at = OUT + origin * o_t + (i[:, None] * o_t + v[None, :])
             tl.store(
                 at, (out * scale).to(OUT.dtype.element_ty), mask=here[:, None] & v_here[None, :]
             )
-        if DECAYS != "":
+        if DECAYS != "" and not MILD:
             factor = prefix if REVERSE else suffix
             # Read again: triton 3.6 overwrites what is read elementwise and by a pipelined product.
             again = tl.load(
@@ -188,6 +242,8 @@ def chunk_kernel(
             values = (again.to(tl.float32) * factor[:, None]).to(keys.dtype)
             state *= decayed
         state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
+        if DECAYS != "" and MILD:
+            state *= decayed
         if ANCHOR:
             at = FRONTS + (bh * chunks + chunk) * (dk * dv) + (k[:, None] * dv + v[None, :])
             front = tl.load(at, mask=state_here, other=0.0).to(tl.float32)

@@ -3,13 +3,21 @@
 
     S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T        o_t = scale q_t S_t
 
-As ``linear_attention``, with the decays inside the products: between tokens i and j of a chunk a
-channel d is kept by e^{G_i[d] - G_j[d]}, one exponential per pair and channel, of a sum of decays.
-Factors e^{G_i} and e^{-G_j} would be one product, and the second overflows.
+Between tokens i > j of a chunk a channel is kept by e^{g_{j+1} + .. + g_i}. Factors of a product,
+e^{G_i} and e^{-G_j}, would overflow; one exponential per pair and channel would be too many. So
+pairs are taken by blocks of 2, 4, 8, .. tokens: i in the upper half of a block and j in the lower
+meet in the block's middle m, where e^{g_{m+1} + .. + g_i} and e^{g_{j+1} + .. + g_m} are both at
+most 1 (for decays of at most 0), one exponential per token and channel. log2(chunk) products on
+tensor cores make all pairs. The sums grow with the blocks, so that none is a difference.
 
-``keyed_kernel`` makes o and, in reverse, dv of (k, q, do): the decayed channels are summed over.
-``valued_kernel`` makes dq of (do, v, k) and, in reverse, dk of (v, do, q): the decayed channels are
-the columns of what is made, and of the state.
+In bf16, which has fp32's range, all pairs meet in the middle of the chunk in one product (``MILD``)
+where no channel of the chunk decays by more than 2^-60 from there to either end, or to it. Such
+chunks have a kernel of their own: ``states_kernel`` leaves the strongest decay of each, by which
+the programs of the other one end at once.
+
+``states_kernel`` goes through the chunks in order for the state in front of each (in reverse: the
+gradient of the state behind each); all else is independent of other chunks: ``outputs_kernel``, and
+``gradients_kernel`` for everything that is asked of a chunk.
 """
 
 from __future__ import annotations
@@ -19,89 +27,69 @@ import triton.language as tl
 
 from .linear_attention import as_decay, product_with_state
 
-
-@triton.jit
-def sums_of_decays(DECAY, i, d, g_t, count, d_here, CHUNK: tl.constexpr, WIDE: tl.constexpr):
-    """(G, the sum of what follows in the chunk, the whole sum), base 2: [CHUNK, d] twice, [d]."""
-    at = DECAY + (i[:, None] * g_t + d[None, :])
-    g = as_decay(tl.load(at, mask=(i < count)[:, None] & d_here[None, :], other=0.0), WIDE)
-    follows = (i + 1 < count) & (i < CHUNK - 1)
-    later = tl.load(at + g_t, mask=follows[:, None] & d_here[None, :], other=0.0)
-    suffix = tl.cumsum(as_decay(later, WIDE), 0, reverse=True).to(tl.float32)
-    return tl.cumsum(g, 0), suffix, tl.sum(g, 0).to(tl.float32)
+BOUND = tl.constexpr(-60.0)
 
 
 @triton.jit
-def kept_between(G, earlier, REVERSE: tl.constexpr):
-    """[i, j, d]: what channel d keeps from the earlier of two tokens to the later."""
-    between = G[None, :, :] - G[:, None, :] if REVERSE else G[:, None, :] - G[None, :, :]
-    return tl.exp2(tl.where(earlier[:, :, None], between, 0.0).to(tl.float32))
-
-
-@triton.jit
-def keyed_kernel(
-    Q, K, V, OUT, DECAY, START, END, tokens, heads, tiles, scale, start_factor, end_factor, dk, dv,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
+def states_kernel(
+    K, V, DECAY, START, END, FRONTS, STRONGEST, tokens, heads, k_tiles, v_tiles, start_factor,
+    end_factor, dk, dv, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     start_bh, start_k, start_v, end_bh, end_k, end_v,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PART: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """OUT of all chunks in turn, for one head and one tile of v's columns."""
-    WIDE: tl.constexpr = K.dtype.element_ty == tl.float32
-    tile = tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    """FRONTS [BH, chunks, dk, dv]: the state in front of every chunk; END: behind the last.
+    STRONGEST [BH, chunks, tiles of dk]: of the half of a chunk that decays (or grows) most,
+    the log of what it keeps (or less), or None.
+
+    REVERSE, of (q, do): what follows every chunk, sum_i e^{..} q_i do_i^T, and END in front of the
+    first.
+    """
+    v_tile = tl.program_id(0) % v_tiles
+    k_tile = tl.program_id(0) // v_tiles % k_tiles
+    bh = (tl.program_id(0) // (v_tiles * k_tiles)).to(tl.int64)
     b, h = bh // heads, bh % heads
     i = tl.arange(0, CHUNK)
-    k = tl.arange(0, BLOCK_K)
-    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    k = k_tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    v = v_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     k_here, v_here = k < dk, v < dv
     state_here = k_here[:, None] & v_here[None, :]
-    Q += b * q_b + h * q_h
     K += b * k_b + h * k_h
     V += b * v_b + h * v_h
-    OUT += b * o_b + h * o_h
     DECAY += b * g_b + h * g_h
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if START is not None:
         at_front = START + bh * start_bh + k[:, None] * start_k + v[None, :] * start_v
         state = tl.load(at_front, mask=state_here, other=0.0) * start_factor
-    earlier = i[:, None] <= i[None, :] if REVERSE else i[:, None] >= i[None, :]
     chunks = (tokens + CHUNK - 1) // CHUNK
-    for step in range(chunks):
+    for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step if REVERSE else step
         origin = (chunk * CHUNK).to(tl.int64)
         count = tokens - chunk * CHUNK
-        here = i < count
-        q_chunk, k_chunk = Q + origin * q_t, K + origin * k_t
-        decays = DECAY + origin * g_t
-        scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for first in range(0, BLOCK_K, PART):
-            d = first + tl.arange(0, PART)
-            there = here[:, None] & (d < dk)[None, :]
-            queries = tl.load(q_chunk + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0)
-            keys = tl.load(k_chunk + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0)
-            at = decays + (i[:, None] * g_t + d[None, :])
-            G = tl.cumsum(as_decay(tl.load(at, mask=there, other=0.0), WIDE), 0)
-            pairs = queries.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :]
-            scores += tl.sum(pairs * kept_between(G, earlier, REVERSE), 2)
-        G, suffix, total = sums_of_decays(decays, i, k, g_t, count, k_here, CHUNK, WIDE)
-        prefix = tl.exp2(G.to(tl.float32))
-        suffix = tl.exp2(suffix)
-        there = here[:, None] & k_here[None, :]
-        queries = tl.load(q_chunk + (i[:, None] * q_t + k[None, :]), mask=there, other=0.0)
-        keys = tl.load(k_chunk + (i[:, None] * k_t + k[None, :]), mask=there, other=0.0)
-        dtype: tl.constexpr = K.dtype.element_ty
-        queries = (queries.to(tl.float32) * (suffix if REVERSE else prefix)).to(dtype)
-        keys = (keys.to(tl.float32) * (prefix if REVERSE else suffix)).to(dtype)
-        there = here[:, None] & v_here[None, :]
+        at = FRONTS + (bh * chunks + chunk) * (dk * dv) + (k[:, None] * dv + v[None, :])
+        tl.store(at, state.to(FRONTS.dtype.element_ty), mask=state_here)
+        there = (i < count)[:, None] & k_here[None, :]
+        at = DECAY + origin * g_t + (i[:, None] * g_t + k[None, :])
+        g = as_decay(tl.load(at, mask=there, other=0.0), False)
+        if REVERSE:
+            kept = tl.cumsum(g, 0)
+        else:
+            follows = (i + 1 < count) & (i < CHUNK - 1)
+            later = tl.load(at + g_t, mask=follows[:, None] & k_here[None, :], other=0.0)
+            kept = tl.cumsum(as_decay(later, False), 0, reverse=True)
+        at = K + origin * k_t + (i[:, None] * k_t + k[None, :])
+        keys = tl.load(at, mask=there, other=0.0)
+        keys = (keys.to(tl.float32) * tl.exp2(kept)).to(K.dtype.element_ty)
         at = V + origin * v_t + (i[:, None] * v_t + v[None, :])
-        values = tl.load(at, mask=there, other=0.0)
-        lower = tl.where(earlier, scores, 0.0).to(dtype)
-        out = product_with_state(queries, state, PRECISION)
-        out = tl.dot(lower, values, out, input_precision=PRECISION) * scale
-        at = OUT + origin * o_t + (i[:, None] * o_t + v[None, :])
-        tl.store(at, out.to(OUT.dtype.element_ty), mask=there)
-        state *= tl.exp2(total)[:, None]
+        values = tl.load(at, mask=(i < count)[:, None] & v_here[None, :], other=0.0)
+        if STRONGEST is not None:
+            lower = (i < CHUNK // 2)[:, None]
+            size = tl.abs(g)
+            first = tl.sum(tl.where(lower, size, 0.0), 0)
+            second = tl.sum(tl.where(lower, 0.0, size), 0)
+            strongest = -tl.max(tl.maximum(first, second), 0)
+            tl.store(STRONGEST + (bh * chunks + chunk) * k_tiles + k_tile, strongest)
+        state *= tl.exp2(tl.sum(g, 0))[:, None]
         state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
     if END is not None:
         at = END + bh * end_bh + k[:, None] * end_k + v[None, :] * end_v
@@ -109,106 +97,224 @@ def keyed_kernel(
 
 
 @triton.jit
-def valued_kernel(
-    Q, K, V, OUT, DECAY, START, END, FRONTS, W, E, GRAD, tokens, heads, tiles, scale, start_factor,
-    end_factor, dk, dv,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
-    start_bh, start_k, start_v, end_bh, end_k, end_v, w_b, w_h, w_t,
-    REVERSE: tl.constexpr, DIFFERENTIATE: tl.constexpr, EVERY: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """OUT of all chunks in turn, for one head and one tile of its columns, which the decays are of.
+def other_half(t, i, half):
+    """Row i of it is row i + half or i - half of ``t``, of the other half of a block of two."""
+    return tl.gather(t, tl.broadcast_to((i ^ half)[:, None], t.shape), 0)
 
-    DIFFERENTIATE, forward: E [BH, T, dv] gets w_i out_i without the term i = j, and FRONTS
-    [BH, groups, dk, dv] the state in front of every EVERYth chunk, counted from the end. In reverse
-    GRAD [BH, T, dv], the gradient of the decays, is made of them. With e_i = q_i dq_i - k_i dk_i
+
+@triton.jit
+def met(i, half):
+    """[i, j]: i in the upper and j in the lower half of the same block of two halves."""
+    upper = (i & half) != 0
+    same = (i // (2 * half))[:, None] == (i // (2 * half))[None, :]
+    return same & upper[:, None] & (upper == 0)[None, :]
+
+
+@triton.jit
+def from_middle(g, i, CHUNK: tl.constexpr):
+    """(sums of decays from the middle of the chunk to each token, negative in front of it; those of
+    the two halves, [d] each)."""
+    lower = (i < CHUNK // 2)[:, None]
+    first = tl.sum(tl.where(lower, g, 0.0), 0)
+    second = tl.sum(tl.where(lower, 0.0, g), 0)
+    return tl.cumsum(g, 0) - first[None, :], first, second
+
+
+@triton.jit
+def is_other(STRONGEST, at, k_tiles, MILD: tl.constexpr):
+    """Whether a chunk is one of the other kernel."""
+    strongest = tl.load(STRONGEST + at * k_tiles)
+    for tile in range(1, k_tiles):
+        strongest = tl.minimum(strongest, tl.load(STRONGEST + at * k_tiles + tile))
+    return (strongest > BOUND) != MILD
+
+
+@triton.jit
+def outputs_kernel(
+    Q, K, V, OUT, DECAY, FRONTS, STRONGEST, tokens, heads, k_tiles, scale, dk, dv,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
+    PART: tl.constexpr, BLOCK_V: tl.constexpr, MILD: tl.constexpr,
+):  # fmt: skip
+    """OUT of one chunk of one head, by parts of the channels."""
+    chunks = (tokens + CHUNK - 1) // CHUNK
+    bh = tl.program_id(0).to(tl.int64) // chunks
+    chunk = tl.program_id(0) % chunks
+    if STRONGEST is not None:
+        if is_other(STRONGEST, tl.program_id(0).to(tl.int64), k_tiles, MILD):
+            return
+    b, h = bh // heads, bh % heads
+    origin = (chunk * CHUNK).to(tl.int64)
+    dtype: tl.constexpr = K.dtype.element_ty
+    i = tl.arange(0, CHUNK)
+    here = i < tokens - chunk * CHUNK
+    v = tl.arange(0, BLOCK_V)
+    v_here = v < dv
+    Q += b * q_b + h * q_h + origin * q_t
+    K += b * k_b + h * k_h + origin * k_t
+    V += b * v_b + h * v_h + origin * v_t
+    OUT += b * o_b + h * o_h + origin * o_t
+    DECAY += b * g_b + h * g_h + origin * g_t
+    FRONTS += (bh * chunks + chunk) * (dk * dv)
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    out = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    for part in tl.range(0, PARTS, num_stages=1):
+        d = part * PART + tl.arange(0, PART)
+        there = here[:, None] & (d < dk)[None, :]
+        queries = tl.load(Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0)
+        keys = tl.load(K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0)
+        queries, keys = queries.to(tl.float32), keys.to(tl.float32)
+        g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
+        g = as_decay(g, False)
+        if MILD:
+            distance, first, _ = from_middle(g, i, CHUNK)
+            kept = tl.exp2(distance)
+            left = (queries * kept).to(dtype)
+            right = (keys * tl.exp2(-distance)).to(dtype)
+            pairs = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+            scores += tl.where(i[:, None] >= i[None, :], pairs, 0.0)
+            prefix = kept * tl.exp2(first)[None, :]
+        else:
+            # Of a token's block, the token's own included: up to it, and behind it.
+            until = g
+            behind = tl.zeros([CHUNK, PART], tl.float32)
+            own = tl.sum(queries * keys, 1)
+            scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
+            for level in tl.range(0, LEVELS, num_stages=1):
+                upper = ((i & (1 << level)) != 0)[:, None]
+                kept = tl.exp2(tl.where(upper, until, behind))
+                left = tl.where(upper, queries * kept, 0.0).to(dtype)
+                right = tl.where(upper, 0.0, keys * kept).to(dtype)
+                pairs = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+                scores += tl.where(met(i, 1 << level), pairs, 0.0)
+                other = other_half(until + behind, i, 1 << level)
+                until += tl.where(upper, other, 0.0)
+                behind += tl.where(upper, 0.0, other)
+            prefix = tl.exp2(until)
+        queries = (queries * prefix).to(dtype)
+        at = FRONTS + (d[:, None] * dv + v[None, :])
+        state = tl.load(at, mask=(d < dk)[:, None] & v_here[None, :], other=0.0)
+        out += product_with_state(queries, state, PRECISION)
+    there = here[:, None] & v_here[None, :]
+    values = tl.load(V + (i[:, None] * v_t + v[None, :]), mask=there, other=0.0)
+    out = tl.dot(scores.to(dtype), values, out, input_precision=PRECISION) * scale
+    tl.store(OUT + (i[:, None] * o_t + v[None, :]), out.to(OUT.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def gradients_kernel(
+    Q, K, V, DECAY, DO, FRONTS, BEHINDS, STRONGEST, DQ, DK, DV, GRAD, tokens, heads, k_tiles, scale,
+    dk, dv,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, do_b, do_h, do_t,
+    dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
+    PART: tl.constexpr, BLOCK_V: tl.constexpr, MILD: tl.constexpr,
+):  # fmt: skip
+    """DQ, DK, DV and, unless None, GRAD [BH, T, dk] of the decays, of one chunk of one head.
+
+    FRONTS, BEHINDS: the states in front of every chunk and the gradients of those behind it. With
+    e_i = q_i dq_i - k_i dk_i, both without the term of the token with itself, which could be the
+    only large one and cancels,
 
         dg_t = <S, D> in front of the chunk - sum over i < t in it of e_i
-             = dg of the next chunk's first token + sum over i >= t in it of e_i
-
-    the first where FRONTS has S. Behind the last token <S, D> is not dg of anything.
     """
-    WIDE: tl.constexpr = K.dtype.element_ty == tl.float32
-    tile = tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = bh // heads, bh % heads
-    i = tl.arange(0, CHUNK)
-    k = tl.arange(0, BLOCK_K)
-    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    k_here, v_here = k < dk, v < dv
-    state_here = k_here[:, None] & v_here[None, :]
-    Q += b * q_b + h * q_h
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
-    OUT += b * o_b + h * o_h
-    DECAY += b * g_b + h * g_h
-    if DIFFERENTIATE:
-        W += b * w_b + h * w_h
-    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    if START is not None:
-        at_front = START + bh * start_bh + k[:, None] * start_k + v[None, :] * start_v
-        state = tl.load(at_front, mask=state_here, other=0.0) * start_factor
-    earlier = i[:, None] <= i[None, :] if REVERSE else i[:, None] >= i[None, :]
-    if DIFFERENTIATE:
-        earlier = earlier & (i[:, None] != i[None, :])
-    anchor = tl.zeros([BLOCK_V], tl.float32)
     chunks = (tokens + CHUNK - 1) // CHUNK
-    groups = (chunks + EVERY - 1) // EVERY
-    for step in range(chunks):
-        chunk = chunks - 1 - step if REVERSE else step
-        origin = (chunk * CHUNK).to(tl.int64)
-        count = tokens - chunk * CHUNK
-        here = i < count
-        kept = (chunks - 1 - chunk) % EVERY == 0
-        if DIFFERENTIATE:
-            fronts = FRONTS + (bh * groups + (chunks - 1 - chunk) // EVERY) * (dk * dv)
-            fronts += k[:, None] * dv + v[None, :]
-            if not REVERSE and kept:
-                tl.store(fronts, state.to(FRONTS.dtype.element_ty), mask=state_here)
-        G, suffix, total = sums_of_decays(
-            DECAY + origin * g_t, i, v, g_t, count, v_here, CHUNK, WIDE
-        )
-        prefix = tl.exp2(G.to(tl.float32))
-        suffix = tl.exp2(suffix)
-        there = here[:, None] & k_here[None, :]
-        at = Q + origin * q_t + (i[:, None] * q_t + k[None, :])
-        queries = tl.load(at, mask=there, other=0.0)
-        at = K + origin * k_t + (i[:, None] * k_t + k[None, :])
-        keys = tl.load(at, mask=there, other=0.0)
-        there = here[:, None] & v_here[None, :]
-        at = V + origin * v_t + (i[:, None] * v_t + v[None, :])
-        values = tl.load(at, mask=there, other=0.0).to(tl.float32)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        out = product_with_state(queries, state, PRECISION) * (suffix if REVERSE else prefix)
-        lower = tl.where(earlier, scores, 0.0)
-        pairs = lower[:, :, None] * values[None, :, :] * kept_between(G, earlier, REVERSE)
-        out = (out + tl.sum(pairs, 1)) * scale
-        if DIFFERENTIATE:
-            at = W + origin * w_t + (i[:, None] * w_t + v[None, :])
-            product = tl.load(at, mask=there, other=0.0).to(tl.float32) * out
-            at = (bh * tokens + origin) * dv + (i[:, None] * dv + v[None, :])
-            if REVERSE:
-                difference = tl.load(E + at, mask=there, other=0.0) - product
-            else:
-                tl.store(E + at, product, mask=there)
-            own = tl.sum(tl.where(i[:, None] == i[None, :], scores, 0.0), 1) * scale
-            out += own[:, None] * values
-        at = OUT + origin * o_t + (i[:, None] * o_t + v[None, :])
-        tl.store(at, out.to(OUT.dtype.element_ty), mask=there)
-        state *= tl.exp2(total)[None, :]
-        values = (values * (prefix if REVERSE else suffix)).to(K.dtype.element_ty)
-        state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
-        if DIFFERENTIATE and REVERSE:
-            if kept:
-                front = tl.load(fronts, mask=state_here, other=0.0).to(tl.float32)
-                anchor = tl.sum(front * state, 0) * scale
-                before = i[:, None, None] > i[None, :, None]
-                found = anchor[None, :] - tl.sum(tl.where(before, difference[None, :, :], 0.0), 1)
-            else:
-                found = tl.cumsum(difference, 0, reverse=True) + anchor[None, :]
-                anchor = tl.sum(tl.where(i[:, None] == 0, found, 0.0), 0)
-            at = (bh * tokens + origin) * dv + (i[:, None] * dv + v[None, :])
-            tl.store(GRAD + at, found, mask=there)
-    if END is not None:
-        at = END + bh * end_bh + k[:, None] * end_k + v[None, :] * end_v
-        tl.store(at, state * end_factor, mask=state_here)
+    bh = tl.program_id(0).to(tl.int64) // chunks
+    chunk = tl.program_id(0) % chunks
+    if STRONGEST is not None:
+        if is_other(STRONGEST, tl.program_id(0).to(tl.int64), k_tiles, MILD):
+            return
+    b, h = bh // heads, bh % heads
+    origin = (chunk * CHUNK).to(tl.int64)
+    dtype: tl.constexpr = K.dtype.element_ty
+    i = tl.arange(0, CHUNK)
+    here = i < tokens - chunk * CHUNK
+    v = tl.arange(0, BLOCK_V)
+    v_here = v < dv
+    values_here = here[:, None] & v_here[None, :]
+    Q += b * q_b + h * q_h + origin * q_t
+    K += b * k_b + h * k_h + origin * k_t
+    V += b * v_b + h * v_h + origin * v_t
+    DECAY += b * g_b + h * g_h + origin * g_t
+    DO += b * do_b + h * do_h + origin * do_t
+    DQ += b * dq_b + h * dq_h + origin * dq_t
+    DK += b * dk_b + h * dk_h + origin * dk_t
+    DV += b * dv_b + h * dv_h + origin * dv_t
+    FRONTS += (bh * chunks + chunk) * (dk * dv)
+    BEHINDS += (bh * chunks + chunk) * (dk * dv)
+    values = tl.load(V + (i[:, None] * v_t + v[None, :]), mask=values_here, other=0.0)
+    do = tl.load(DO + (i[:, None] * do_t + v[None, :]), mask=values_here, other=0.0)
+    dscores = tl.dot(do, tl.trans(values), input_precision=PRECISION)
+    downs = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    dvalues = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    for part in tl.range(0, PARTS, num_stages=1):
+        d = part * PART + tl.arange(0, PART)
+        there = here[:, None] & (d < dk)[None, :]
+        queries = tl.load(Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0)
+        keys = tl.load(K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0)
+        queries, keys = queries.to(tl.float32), keys.to(tl.float32)
+        g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
+        g = as_decay(g, False)
+        distance, first, second = from_middle(g, i, CHUNK)
+        own = tl.sum(queries * keys, 1)
+        scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
+        if MILD:
+            kept, undone = tl.exp2(distance), tl.exp2(-distance)
+            left, right = (queries * kept).to(dtype), (keys * undone).to(dtype)
+            later = i[:, None] > i[None, :]
+            found = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+            scores += tl.where(later, found, 0.0)
+            given = tl.where(later, dscores, 0.0).to(dtype)
+            dqueries = kept * tl.dot(given, right, input_precision=PRECISION)
+            dkeys = undone * tl.dot(tl.trans(given), left, input_precision=PRECISION)
+            prefix = kept * tl.exp2(first)[None, :]
+            suffix = undone * tl.exp2(second)[None, :]
+        else:
+            until = g
+            behind = tl.zeros([CHUNK, PART], tl.float32)
+            dqueries = tl.zeros([CHUNK, PART], tl.float32)
+            dkeys = tl.zeros([CHUNK, PART], tl.float32)
+            for level in tl.range(0, LEVELS, num_stages=1):
+                upper = ((i & (1 << level)) != 0)[:, None]
+                pair = met(i, 1 << level)
+                kept = tl.exp2(tl.where(upper, until, behind))
+                left = tl.where(upper, queries * kept, 0.0).to(dtype)
+                right = tl.where(upper, 0.0, keys * kept).to(dtype)
+                found = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+                scores += tl.where(pair, found, 0.0)
+                given = tl.where(pair, dscores, 0.0).to(dtype)
+                dqueries += kept * tl.dot(given, right, input_precision=PRECISION)
+                dkeys += kept * tl.dot(tl.trans(given), left, input_precision=PRECISION)
+                other = other_half(until + behind, i, 1 << level)
+                until += tl.where(upper, other, 0.0)
+                behind += tl.where(upper, 0.0, other)
+            prefix, suffix = tl.exp2(until), tl.exp2(behind)
+        state_here = (d < dk)[:, None] & v_here[None, :]
+        at = d[:, None] * dv + v[None, :]
+        front = tl.load(FRONTS + at, mask=state_here, other=0.0)
+        follows = tl.load(BEHINDS + at, mask=state_here, other=0.0)
+        # Of what is in front of the chunk, and of what is behind it.
+        inward = prefix * product_with_state(do, tl.trans(front), PRECISION)
+        dqueries += inward
+        dkeys += suffix * product_with_state(values, tl.trans(follows), PRECISION)
+        dvalues += product_with_state((keys * suffix).to(dtype), follows, PRECISION)
+        if GRAD is not None:
+            # <S, D> in front: through the chunk, and with its own queries.
+            across = tl.sum(front.to(tl.float32) * follows.to(tl.float32), 1)
+            anchor = tl.exp2(first + second) * across + tl.sum(queries * inward, 0)
+            sums = tl.cumsum(queries * dqueries - keys * dkeys, 0)
+            sums = tl.gather(sums, tl.broadcast_to(tl.maximum(i - 1, 0)[:, None], sums.shape), 0)
+            found = anchor[None, :] - tl.where(i[:, None] == 0, 0.0, sums)
+            at = (bh * tokens + origin) * dk + (i[:, None] * dk + d[None, :])
+            tl.store(GRAD + at, found * scale, mask=there)
+        dqueries = (dqueries + downs[:, None] * keys) * scale
+        dkeys = (dkeys + downs[:, None] * queries) * scale
+        at = DQ + (i[:, None] * dq_t + d[None, :])
+        tl.store(at, dqueries.to(DQ.dtype.element_ty), mask=there)
+        at = DK + (i[:, None] * dk_t + d[None, :])
+        tl.store(at, dkeys.to(DK.dtype.element_ty), mask=there)
+    given = tl.trans(scores.to(dtype))
+    dvalues = tl.dot(given, do, dvalues, input_precision=PRECISION) * scale
+    at = DV + (i[:, None] * dv_t + v[None, :])
+    tl.store(at, dvalues.to(DV.dtype.element_ty), mask=values_here)

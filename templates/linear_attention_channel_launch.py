@@ -1,10 +1,12 @@
 """Launches of linear attention with a decay per channel: forward and backward.
 
-A program runs through all tokens of a head for a tile of columns.
+The states in front of all chunks go through memory, as do the gradients of those behind them; all
+chunks are then computed side by side.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -12,100 +14,148 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from .linear_attention_channel import keyed_kernel, valued_kernel
-from .linear_attention_launch import empty_state, exact, like, rows, strides, transposed
-
-CHUNK = 16
-EVERY = 4  # chunks between two states that are kept for the gradient of the decays
+from .linear_attention_channel import gradients_kernel, outputs_kernel, states_kernel
+from .linear_attention_launch import empty_state, exact, like, rows, strides
 
 
-def _launch(
-    kernel: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, out: Tensor, scale: float,
-    start: Tensor | None, end: Tensor | None, *, extra: tuple[Any, ...] = (),
-    more: tuple[Any, ...] = (), reverse: bool, precision: str, block: int, **constants: Any,
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Tokens of a chunk; rows and columns of a state of one program, its warps and its pipeline's
+    stages; of a chunk's outputs and gradients, channels at once and warps."""
+
+    chunk: int
+    block_k: int
+    block_v: int
+    warps: int
+    stages: int
+    part: int
+    output_warps: int
+    gradient_part: int
+    gradient_warps: int
+
+
+def tiling(dtype: torch.dtype, size: int) -> Tiling:
+    """What is launched for heads of ``size``."""
+    if dtype == torch.float32:
+        return Tiling(16, 32, 32, 4, 1, 32, 4, 16 if size > 128 else 32, 4)
+    if size > 128:
+        return Tiling(32, 64, 64, 4, 1, 32, 4, 32, 8)
+    return Tiling(64, 64, 64, 4, 2, 32, 4, 32, 8)
+
+
+def _block(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def _fronts(q: Tensor, v: Tensor, chunk: int) -> Tensor:
+    """[BH, chunks, dk, dv]; fp16 has no room for sums over all tokens."""
+    kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    many, chunks = q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], chunk)
+    return torch.empty((many, chunks, q.shape[3], v.shape[3]), dtype=kept, device=q.device)
+
+
+def _tiles(q: Tensor, chosen: Tiling) -> tuple[int, int]:
+    """(rows of a state of one program, programs that share its rows)."""
+    block = min(chosen.block_k, _block(q.shape[-1]))
+    return block, triton.cdiv(q.shape[-1], block)
+
+
+def _strongest(fronts: Tensor, q: Tensor, chosen: Tiling) -> Tensor | None:
+    """Memory for the strongest decays of chunks; None where all go by blocks."""
+    if q.dtype != torch.bfloat16:
+        return None
+    tiles = _tiles(q, chosen)[1]
+    return torch.empty((*fronts.shape[:2], tiles), dtype=torch.float32, device=q.device)
+
+
+def _states(
+    k: Tensor, v: Tensor, decay: Tensor, start: Tensor | None, end: Tensor | None, fronts: Tensor,
+    strongest: Tensor | None, factors: tuple[float, float], reverse: bool, chosen: Tiling,
+    precision: str,
 ) -> None:  # fmt: skip
-    """``kernel`` of q, k [B, H, T, dk], v, out [B, H, T, dv]; states [B, H, dk, dv], any strides.
-
-    In reverse states are gradients, which have the scale in them.
-    """
-    heads, tokens, dk = q.shape[1:]
-    dv = v.shape[-1]
-    q, k, v, decay = rows(q), rows(k), rows(v), rows(decay)
-    many = q.shape[0] * heads
-    if not many:
-        return
+    """``fronts``, and ``end`` [B, H, dk, dv] as ``start`` is, of k and v."""
+    heads, tokens, dk = k.shape[1:]
+    dv, many = v.shape[-1], k.shape[0] * heads
     first = None if start is None else start.flatten(0, 1)
-    last = None if end is None else end.view(many, *end.shape[2:])
-    block = min(block, max(16, triton.next_power_of_2(dv)))
-    tiles = triton.cdiv(dv, block)
-    factors = (1.0 / scale, scale) if reverse else (1.0, 1.0)
-    wrap_triton(kernel)[(many * tiles,)](
-        q, k, v, out, decay, first, last, *extra, tokens, heads, tiles, scale, *factors, dk, dv,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *decay.stride()[:3],
-        *strides(first, 3), *strides(last, 3), *more, REVERSE=reverse,
-        PRECISION=exact(q, precision), CHUNK=CHUNK, BLOCK_K=max(16, triton.next_power_of_2(dk)),
-        BLOCK_V=block, **constants,
+    last = None if end is None else end.view(many, dk, dv)
+    (block_k, k_tiles), block_v = _tiles(k, chosen), min(chosen.block_v, _block(dv))
+    v_tiles = triton.cdiv(dv, block_v)
+    wrap_triton(states_kernel)[(many * k_tiles * v_tiles,)](
+        k, v, decay, first, last, fronts, strongest, tokens, heads, k_tiles, v_tiles, *factors, dk,
+        dv, *k.stride()[:3], *v.stride()[:3], *decay.stride()[:3], *strides(first, 3),
+        *strides(last, 3), REVERSE=reverse, PRECISION=exact(k, precision), CHUNK=chosen.chunk,
+        BLOCK_K=block_k, BLOCK_V=block_v, STAGES=chosen.stages, num_warps=chosen.warps,
     )  # fmt: skip
 
 
-def _keyed(*given: Any, **options: Any) -> None:
-    q = given[0]
-    part = min(32, max(16, triton.next_power_of_2(q.shape[-1])))
-    block = 64 if _small(q) else 32
-    _launch(keyed_kernel, *given, block=block, PART=part, num_warps=4, **options)
-
-
-def _valued(
-    *given: Any, w: Tensor | None = None, fronts: Tensor | None = None, e: Tensor | None = None,
-    grad: Tensor | None = None, **options: Any,
-) -> None:  # fmt: skip
-    block = 32 if _small(given[0]) else 16
-    _launch(
-        valued_kernel, *given, extra=(fronts, w, e, grad), more=strides(w, 3), block=block,
-        DIFFERENTIATE=w is not None, EVERY=EVERY, num_warps=4, **options,
-    )  # fmt: skip
-
-
-def _small(q: Tensor) -> bool:
-    return q.element_size() == 2 and q.shape[-1] <= 128
+def _constants(q: Tensor, v: Tensor, chosen: Tiling, part: int, precision: str) -> dict[str, Any]:
+    part = min(part, _block(q.shape[-1]))
+    return {
+        "PRECISION": exact(q, precision), "CHUNK": chosen.chunk,
+        "LEVELS": chosen.chunk.bit_length() - 1, "PARTS": triton.cdiv(q.shape[-1], part),
+        "PART": part, "BLOCK_V": _block(v.shape[-1]),
+    }  # fmt: skip
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, start: Tensor | None, scale: float,
-    precision: str,
+    precision: str, chosen: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, final state [B, H, dk, dv] in fp32); decay: [B, H, T, dk]."""
-    out, end = like(v), empty_state(q, q.shape[-1], v.shape[-1])
-    _keyed(q, k, v, decay, out, scale, start, end, reverse=False, precision=precision)
+    heads, tokens, dk = q.shape[1:]
+    dv = v.shape[-1]
+    chosen = chosen or tiling(q.dtype, max(dk, dv))
+    out, end, fronts = like(v), empty_state(q, dk, dv), _fronts(q, v, chosen.chunk)
+    if not end.numel():
+        return out, end
+    q, k, v, decay = rows(q), rows(k), rows(v), rows(decay)
+    strongest = _strongest(fronts, q, chosen)
+    _states(k, v, decay, start, end, fronts, strongest, (1.0, 1.0), False, chosen, precision)
+    for mild in (False,) if strongest is None else (True, False):
+        if not fronts.numel():
+            break
+        wrap_triton(outputs_kernel)[(fronts.shape[0] * fronts.shape[1],)](
+            q, k, v, out, decay, fronts, strongest, tokens, heads, _tiles(q, chosen)[1], scale, dk,
+            dv, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+            *decay.stride()[:3], **_constants(q, v, chosen, chosen.part, precision), MILD=mild,
+            num_warps=chosen.output_warps,
+        )  # fmt: skip
     return out, end
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, start: Tensor | None, scale: float,
     precision: str, do: Tensor, dend: Tensor | None, need_decay: bool, need_start: bool,
+    chosen: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, ddecay in fp32, dstart in fp32); dend: the gradient of the final state."""
     batch, heads, tokens, dk = q.shape
     dv = v.shape[-1]
+    chosen = chosen or tiling(q.dtype, max(dk, dv))
     dq, dkeys, dvalues = like(q), like(k), like(v)
     dstart = empty_state(q, dk, dv) if need_start else None
-    ddecay = None
-    forth: Any = {}
-    back: Any = {}
+    grad = None
     if need_decay:
-        many, groups = batch * heads, triton.cdiv(triton.cdiv(tokens, CHUNK), EVERY)
-        kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        fronts = torch.empty((many, groups, dv, dk), dtype=kept, device=q.device)
-        wide: Any = {"dtype": torch.float32, "device": q.device}
-        e = torch.empty((many, tokens, dk), **wide)
-        ddecay = torch.empty((batch, heads, tokens, dk), **wide)
-        forth = {"w": rows(q), "fronts": fronts, "e": e}
-        back = {"w": rows(k), "fronts": fronts, "e": e, "grad": ddecay}
-    given: Any = {"precision": precision}
-    before, behind = transposed(start), transposed(dend)
-    _valued(do, v, k, decay, dq, scale, before, None, reverse=False, **forth, **given)
-    _valued(
-        v, do, q, decay, dkeys, scale, behind, transposed(dstart), reverse=True, **back, **given
-    )
-    _keyed(k, q, do, decay, dvalues, scale, dend, None, reverse=True, **given)
-    return dq, dkeys, dvalues, ddecay, dstart
+        shape = batch, heads, tokens, dk
+        grad = torch.empty(shape, dtype=torch.float32, device=q.device)
+    fronts, behinds = _fronts(q, v, chosen.chunk), _fronts(q, v, chosen.chunk)
+    if not batch * heads:
+        return dq, dkeys, dvalues, grad, dstart
+    q, k, v, decay, do = rows(q), rows(k), rows(v), rows(decay), rows(do)
+    # States kept in reverse are without the scale that their gradients have.
+    factors = 1.0 / scale, scale
+    _states(q, do, decay, dend, dstart, behinds, None, factors, True, chosen, precision)
+    if not fronts.numel():
+        return dq, dkeys, dvalues, grad, dstart
+    strongest = _strongest(fronts, q, chosen)
+    _states(k, v, decay, start, None, fronts, strongest, (1.0, 1.0), False, chosen, precision)
+    for mild in (False,) if strongest is None else (True, False):
+        wrap_triton(gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
+            q, k, v, decay, do, fronts, behinds, strongest, dq, dkeys, dvalues, grad, tokens, heads,
+            _tiles(q, chosen)[1], scale, dk, dv, *q.stride()[:3], *k.stride()[:3],
+            *v.stride()[:3], *decay.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+            *dkeys.stride()[:3], *dvalues.stride()[:3],
+            **_constants(q, v, chosen, chosen.gradient_part, precision), MILD=mild,
+            num_warps=chosen.gradient_warps,
+        )  # fmt: skip
+    return dq, dkeys, dvalues, grad, dstart

@@ -16,7 +16,12 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from .linear_attention import between_segments_kernel, chunk_kernel, decay_gradient_kernel
+from .linear_attention import (
+    between_segments_kernel,
+    chunk_kernel,
+    decay_gradient_kernel,
+    strongest_kernel,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +124,21 @@ def _decay_strides(decay: Tensor | None) -> tuple[str, tuple[int, int, int]]:
     return "token", decay.stride()
 
 
+def _strongest(
+    q: Tensor, decay: Tensor | None, chunk: int
+) -> tuple[Tensor | None, tuple[bool, ...]]:
+    """([B H], the logs of what the chunks that decay most keep, the kinds of heads to launch)."""
+    if decay is None or q.dtype != torch.bfloat16:
+        return None, (False,)
+    batch, heads, tokens = q.shape[:3]
+    strides = _decay_strides(decay)[1]
+    strongest = torch.empty(batch * heads, dtype=torch.float32, device=q.device)
+    wrap_triton(strongest_kernel)[(batch * heads,)](
+        decay, strongest, tokens, heads, *strides, CHUNK=chunk, CHUNKS=16, num_warps=4
+    )
+    return strongest, (True, False)
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, out: Tensor, scale: float,
     start: Tensor | None, end: Tensor | None, chosen: Tiling, *, reverse: bool = False,
@@ -152,22 +172,25 @@ def attend(
         "STAGES": chosen.stages, "num_warps": chosen.warps,
     }  # fmt: skip
 
+    strongest, kinds = _strongest(q, decay, chosen.chunk)
+
     def launch(
         first: Tensor | None, last: Tensor | None, log: Tensor | None, segments: int,
         first_factor: float, last_factor: float, output: bool,
     ) -> None:  # fmt: skip
         """``first``, ``last``: [BH, segments or 1, dk, dv]."""
         w = emitted[0] if emitted and output else None
-        wrap_triton(chunk_kernel)[(many * segments * tiles,)](
-            q, k, v, out, decay, first, last, log, states if output else None, w,
-            emitted[1] if emitted and output else None, anchors if output else None, tokens, heads,
-            tiles, segments, each, scale, first_factor, last_factor, dk, dv, *q.stride()[:3],
-            *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *decay_strides,
-            *strides(first, 4), *strides(last, 4), *strides(w, 3), OUTPUT=output,
-            STORE_FRONTS=output and states is not None and not reverse,
-            EMIT=output and emitted is not None, ANCHOR=output and anchors is not None,
-            **constants,
-        )  # fmt: skip
+        for mild in kinds:
+            wrap_triton(chunk_kernel)[(many * segments * tiles,)](
+                q, k, v, out, decay, strongest, first, last, log, states if output else None, w,
+                emitted[1] if emitted and output else None, anchors if output else None, tokens,
+                heads, tiles, segments, each, scale, first_factor, last_factor, dk, dv,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+                *decay_strides, *strides(first, 4), *strides(last, 4), *strides(w, 3), MILD=mild,
+                OUTPUT=output, STORE_FRONTS=output and states is not None and not reverse,
+                EMIT=output and emitted is not None, ANCHOR=output and anchors is not None,
+                **constants,
+            )  # fmt: skip
 
     first = None if start is None else start.unsqueeze(1)
     # Only the last segment writes it.

@@ -87,6 +87,14 @@ def test_strong_decay(decay, dtype, on_cpu):
 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
+def test_mild_decays_beside_strong_ones(decay, on_cpu):
+    """Each has kernels of its own, by the head or by the chunk."""
+    inputs = reference.draw(1, 2, 140, 16, 16, BF16, decay, state=True)
+    inputs[3][:, 1, 70:100] *= 60.0
+    check(inputs, 0.5, on_cpu)
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
 def test_forgetting_everything(decay, on_cpu):
     q, k, v, g, _ = reference.draw(1, 1, 80, 16, 16, FP32, decay)
     g[:, :, 37] = -torch.inf

@@ -41,6 +41,15 @@ OTHERS = {
     "scores are used": lambda q, k, v: ((s := torch.tril(q @ k.mT)) @ v, s),
     "wider scores": lambda q, k, v: torch.tril((q @ k.mT).float()).sin().to(q.dtype) @ v,
     "an unknown mask": lambda q, k, v: (q @ k.mT).masked_fill(q[:1, :1, :, :1] > 0, 0.0) @ v,
+    "a copy that is written to": lambda q, k, v: (
+        (s := torch.tril(q @ k.mT).clone()), s[..., 0].zero_(), s @ v)[-1],
+    "a mask that is written to": lambda q, k, v: (
+        (m := torch.ones(T, T, device=q.device)), m[5].zero_(),
+        (q @ k.mT).masked_fill(torch.tril(m) == 0, 0.0) @ v)[-1],
+    "a mask of one column": lambda q, k, v: (
+        (q @ k.mT) * torch.ones(T, 1, device=q.device, dtype=q.dtype).tril()) @ v,
+    "fewer queries": lambda q, k, v: torch.tril(
+        q[..., : T // 2, :].contiguous() @ k.mT) @ v + (v @ v.mT).sum(),
     "few tokens": lambda q, k, v: torch.tril(q[..., :256, :] @ k[..., :256, :].mT)
     @ v[..., :256, :],
 }  # fmt: skip
@@ -51,9 +60,9 @@ def meta(*size):
 
 
 def compiled(fn):
-    with inductor_ext.enable("linear_attention"), inductor_ext.disable("attention"):
-        return compile_for("h200", fn, meta(B, H, T, K), meta(B, H, T, K), meta(B, H, T, V),
-                           grad=True)  # fmt: skip
+    shapes = (B, H, T, K), (B, H, T, K), (B, H, T, V)
+    with inductor_ext.disable("attention"):  # takes one of the others
+        return compile_for("h200", fn, *(meta(*shape) for shape in shapes), grad=True)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -71,10 +80,12 @@ def test_others_are_left(name):
     assert OP not in code.forward and "bmm" in code.forward
 
 
-def test_waits_to_be_enabled():
-    code = compile_for("h200", SPELLINGS["tril"], meta(B, H, T, K), meta(B, H, T, K),
-                       meta(B, H, T, V))  # fmt: skip
+def test_large_heads_and_few_tokens_are_left():
+    """Their states would be as large as the scores."""
+    code = compile_for("h200", SPELLINGS["tril"], *(meta(64, 16, 300, 256) for _ in range(3)))
     assert OP not in code.source
+    (left,) = [d for d in code.decisions if d.lowering == "linear_attention"]
+    assert "states are as large" in left.reason
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
