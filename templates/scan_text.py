@@ -24,7 +24,7 @@ try:
 except ImportError:  # without a GPU's driver triton may have none
     libdevice = None
 
-HELPERS = ["take", "put", "get", "low_bits", "high_bits", "joined", "picked", "picked0", "picked1"]
+HELPERS = ["put", "get", "absent", "pause", "low_bits", "high_bits", "joined", "picked", "picked0", "picked1"]
 BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
 TYPES = {"int1": "int1", "int32": "int32", "fp32": "float32", "int64": "int64", "fp64": "float64"}
 
@@ -93,7 +93,7 @@ def arguments(program: Program, layout: Layout) -> list[str]:
         for kind, suffix in zip(kinds, ["t", *range(layout.lane_dims)], strict=True):
             if kind is None:
                 numbers.append(f"{name}_{suffix}")
-    return [*names, *(["workspace"] if layout.shared else []), *numbers]
+    return [*names, *(["workspace", "call"] if layout.shared else []), *numbers]
 
 
 def _combine(program: Program) -> str:
@@ -144,13 +144,39 @@ def _publish(program: Program) -> str:
 
 
 def _folded(program: Program, layout: Layout) -> str:
-    """The published states at ``at``, a window's first ``count``, combined in this order."""
-    lines, word = ["mask = live & (j < count)"], 0
+    """The published states at ``at``, a window's first ``count``, combined in this order, and
+    the first of the tiles ``first`` whose words are still missing after ``patience`` looks
+    (``k`` if none is). All words of a state are asked for at once."""
+    count = words_of(program)
+    words = [f"w{i}" for i in range(count)]
+    missing = " | ".join(f"absent({w}, call)" for w in words)
+    loads = [
+        f"{w} = tl.load(words + {i} * plane + at, mask=mask, other=none, volatile=True)"
+        for i, w in enumerate(words)
+    ]
+    again = [
+        f"{w} = tl.where(missing, tl.load(words + {i} * plane + at, mask=missing, other=none, "
+        f"volatile=True), {w})"
+        for i, w in enumerate(words)
+    ]
+    look = [f"missing = {missing}", "wait = tl.max(missing.to(tl.int32))"]
+    lines = [
+        "mask = live & (j < count)",
+        "none = tl.full(at.shape, 0, tl.int64) + (call << 32)",
+        *loads,
+        *look,
+        "looks = tl.full([], 0, tl.int32)",
+        "while (wait != 0) & (looks < patience):",
+        _indented("\n".join([*again, *look, "wait = pause(wait)", "looks += 1"])),
+        "late = k",
+        "if wait != 0:",
+        "    late = tl.min(tl.where(missing, first, k))",
+    ]
+    word = 0
     for i, kind in enumerate(program.states):
-        low = f"get(words + {word} * plane, at, mask, call)"
+        low = f"get(w{word})"
         if BITS[kind] == 2:
-            high = f"get(words + {word + 1} * plane, at, mask, call)"
-            both = f"joined({low}, {high})"
+            both = f"joined({low}, get(w{word + 1}))"
             lines.append(
                 f"s{i} = {both}{'.to(tl.float64, bitcast=True)' if kind == 'fp64' else ''}"
             )
@@ -160,10 +186,10 @@ def _folded(program: Program, layout: Layout) -> str:
         word += BITS[kind]
     lines.append(_scanned(program, layout.along, False))
     lines.append(_last(program, "s", "j == count - 1", layout))
-    lines.append(f"return {_leaves('s', program)}")
+    lines.append(f"return {_leaves('s', program)}, late")
     return (
         "@triton.jit\n"
-        "def folded(words, plane, at, j, live, call, count):\n"
+        "def folded(words, plane, at, first, j, live, call, count, k, patience):\n"
         f"{_indented(chr(10).join(lines))}\n"
     )
 
@@ -175,11 +201,11 @@ def _lanes(layout: Layout) -> str:
     if not layout.shared:
         lines.append("block = tl.program_id(0).to(tl.int64)")
     elif not layout.lane_dims:
-        lines += ["block = ticket * 0", "k = ticket"]
+        lines += ["block = number * 0", "k = number"]
     elif layout.axis:  # a row's tiles follow one another in memory
-        lines += ["block = ticket // tiles", "k = ticket % tiles"]
+        lines += ["block = number // tiles", "k = number % tiles"]
     else:  # lanes do
-        lines += ["block = ticket % blocks", "k = ticket // blocks"]
+        lines += ["block = number % blocks", "k = number // blocks"]
     if layout.flat:
         lines.append("lane = block")
     else:
@@ -312,76 +338,139 @@ def _looped(program: Program, layout: Layout) -> str:
     return "\n".join([*parts, _indented("\n".join(body))])
 
 
-def _before(program: Program, layout: Layout) -> str:
-    """Publish a tile's total ``e``, and find the state ``p`` in front of the tile (any, if it is
-    the first): of groups of groups, then groups, then tiles in front of it, in one window."""
-    p, e, u, g = (_leaves(prefix, program) for prefix in "peug")
+def _bases(layout: Layout) -> str:
+    """Where the words of a lane's tiles, groups and groups of groups begin, and the place of tile
+    ``k`` among them."""
     at = ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
-    step = "" if layout.axis else " * lanes"
-    count = range(len(program.states))
-    joined = "\n".join(
-        f"p{i} = tl.where((w > 0) | (far + near + own > 0), g{i}, u{i})" for i in count
-    )
-    return f"""group = k // GROUP
+    return f"""tiles = tl.cdiv(length, size)
+groups = tl.cdiv(tiles, GROUP)
+supers = tl.cdiv(groups, GROUP)
+group = k // GROUP
 above = group // GROUP
 own = k % GROUP
 near = group % GROUP
 base0 = {at[0]}
 base1 = lanes * tiles + {at[1]}
 base2 = lanes * (tiles + groups) + {at[2]}
-publish(words, plane, base0 + k{step}, live, call, {e})
-{chr(10).join(f"p{i} = e{i}" for i in count)}
+plane = lanes * (tiles + groups + supers)"""
+
+
+_GIVEN = "words, lane, lanes, length, size, live, j, call, k, patience"
+
+
+def _announced(program: Program, layout: Layout) -> str:
+    """Publish the total of tile ``k``, and those of the group and the group of groups that end
+    with it. Gives the first tile that was waited for in vain, else ``k``."""
+    e, u, g = (_leaves(prefix, program) for prefix in "eug")
+    step = "" if layout.axis else " * lanes"
+    window = "j, live, call"
+    body = f"""publish(words, plane, base0 + k{step}, live, call, {e})
+late = k
 if own == GROUP - 1:
-    {u} = folded(words, plane, base0 + (group * GROUP + j){step}, j, live, call, own)
-    {g} = combine({u}, {e})
-    publish(words, plane, base1 + group{step}, live, call, {g})
-    if near == GROUP - 1:
-        {u} = folded(words, plane, base1 + (above * GROUP + j){step}, j, live, call, near)
-        {g} = combine({u}, {g})
-        publish(words, plane, base2 + above{step}, live, call, {g})
-far = above % GROUP
+    tile = group * GROUP + j
+    {u}, late = folded(words, plane, base0 + tile{step}, tile, {window}, own, k, patience)
+    if late == k:
+        {g} = combine({u}, {e})
+        publish(words, plane, base1 + group{step}, live, call, {g})
+        if near == GROUP - 1:
+            tile = above * GROUP + j
+            {u}, late = folded(
+                words, plane, base1 + tile{step}, tile * GROUP, {window}, near, k, patience
+            )
+            if late == k:
+                {g} = combine({u}, {g})
+                publish(words, plane, base2 + above{step}, live, call, {g})
+return late"""
+    return (
+        f"@triton.jit\ndef announced({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
+        f"{_indented(_bases(layout))}\n{_indented(body)}\n"
+    )
+
+
+def _before(program: Program, layout: Layout) -> str:
+    """The state in front of tile ``k`` (any, if it is the first): of groups of groups, then groups,
+    then tiles in front of it, in one window. And the first tile that was waited for in vain, else
+    ``k``."""
+    p, u, g = (_leaves(prefix, program) for prefix in "pug")
+    e = _leaves("e", program)
+    step = "" if layout.axis else " * lanes"
+    window = "j, live, call"
+    count = range(len(program.states))
+    joined = "\n".join(
+        f"p{i} = tl.where((w > 0) | (far + near + own > 0), g{i}, u{i})" for i in count
+    )
+    body = f"""far = above % GROUP
+late = k
+{chr(10).join(f"p{i} = e{i}" for i in count)}
 if far + near + own > 0:
-    at0 = base0 + (group * GROUP + j - far - near){step}
-    at1 = base1 + (above * GROUP + j - far){step}
-    at2 = base2 + (above - far + j){step}
-    {p} = folded(
+    tile0 = group * GROUP + j - far - near
+    tile1 = above * GROUP + j - far
+    tile2 = above - far + j
+    is2 = j < far
+    is1 = j < far + near
+    {p}, late = folded(
         words,
         plane,
-        tl.where(j < far, at2, tl.where(j < far + near, at1, at0)),
-        j,
-        live,
-        call,
+        tl.where(
+            is2, base2 + tile2{step}, tl.where(is1, base1 + tile1{step}, base0 + tile0{step})
+        ),
+        tl.where(is2, tile2 * (GROUP * GROUP), tl.where(is1, tile1 * GROUP, tile0)),
+        {window},
         far + near + own,
+        k,
+        patience,
     )
 for w in range(0, above // GROUP):
-    turn = above // GROUP - 1 - w
-    {u} = folded(words, plane, base2 + (turn * GROUP + j){step}, j, live, call, GROUP)
+    tile2 = (above // GROUP - 1 - w) * GROUP + j
+    {u}, later = folded(
+        words, plane, base2 + tile2{step}, tile2 * (GROUP * GROUP), {window}, GROUP, k, patience
+    )
+    late = tl.minimum(late, later)
     {g} = combine({u}, {p})
-{_indented(joined)}"""
+{_indented(joined)}
+return {p}, late"""
+    return (
+        f"@triton.jit\ndef before({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
+        f"{_indented(_bases(layout))}\n{_indented(body)}\n"
+    )
 
 
 def _shared(program: Program, layout: Layout) -> str:
-    """Tiles of one scan are many programs'."""
+    """Tiles of one scan are many programs'. A program that waits in vain does itself, in their
+    order, what those of earlier tiles have not yet done, from the first that is late to its own."""
     window = "" if layout.axis else "[:, None]"
+    e, p = _leaves("e", program), _leaves("p", program)
     head = f"""tiles = tl.cdiv(length, size)
-groups = tl.cdiv(tiles, GROUP)
-supers = tl.cdiv(groups, GROUP)
 blocks = tl.cdiv(lanes, LANES)
-plane = lanes * (tiles + groups + supers)
-words = workspace + 32
+words = workspace + 0
+call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
-base = tl.load(workspace + 16)
-call = tl.load(workspace + 17) + 1
-ticket = take(workspace, base, call, tiles * blocks - 1)"""
-    scanned = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
+number = tl.program_id(0).to(tl.int64)"""
+    given = "words, lane, lanes, length, size, live, j, call"
+    scanned = [
+        _loads(program, layout),
+        _states(program),
+        _tile(program, layout),
+        _last(program, "e", _end(program, layout), layout),
+    ]
+    catch_up = [
+        _place(program, layout, "turn"),
+        *scanned,
+        f"announced({given}, turn, FOREVER, {e}, GROUP)",
+    ]
     parts = [
         head,
         _lanes(layout),
         _place(program, layout),
-        _loads(program, layout),
-        _states(program),
         *scanned,
-        _before(program, layout),
+        f"late = announced({given}, k, PATIENCE, {e}, GROUP)",
+        f"{p}, later = before({given}, k, PATIENCE, {e}, GROUP)",
+        "late = tl.minimum(late, later)",
+        "if late < k:",
+        "    for turn in range(late, k + 1):",
+        _indented("\n".join(catch_up), 8),
+        f"    {p}, late = before({given}, k, FOREVER, {e}, GROUP)",
+        _place(program, layout),  # again: kept in registers across the loop it would be costly
         _after(program, "p", "k > 0"),
         _stores(program, layout),
     ]
@@ -401,9 +490,12 @@ def text(program: Program, layout: Layout) -> str:
     parts = [_combine(program)]
     if layout.shared:
         parts += [_publish(program), _folded(program, layout)]
+        parts += [_announced(program, layout), _before(program, layout)]
     name = f"scan_{'rows' if layout.axis else 'columns'}"
+    # a kernel for all calls, whatever their numbers
+    entry = '@triton.jit(do_not_specialize=["call"])' if layout.shared else "@triton.jit"
     parts.append(
-        f"@triton.jit\ndef {name}({given}, {constants}):\n{_indented(head)}\n{_indented(body)}\n"
+        f"{entry}\ndef {name}({given}, {constants}):\n{_indented(head)}\n{_indented(body)}\n"
     )
     return "\n\n".join(parts)
 
@@ -422,5 +514,6 @@ def kernel(program: Program, layout: Layout) -> Any:
     scope = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": "inductor_ext_scan"}
     for helper in HELPERS:
         scope[helper] = getattr(scan, helper)
+    scope |= {"PATIENCE": tl.constexpr(scan.PATIENCE), "FOREVER": tl.constexpr(scan.FOREVER)}
     exec(compile(source, name, "exec"), scope)
     return scope[f"scan_{'rows' if layout.axis else 'columns'}"]
