@@ -25,7 +25,6 @@ import triton.language as tl
 # Looks at words that are missing: a millisecond, of which programs that run need some
 # microseconds.
 PATIENCE = 1000
-FOREVER = 2**31 - 1
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import scan_logsumexp, scan_text
+from . import scan, scan_logsumexp, scan_text
 from .scan_program import Program
 
 Size = Any  # int or SymInt
@@ -198,6 +198,7 @@ def plan(
     words: Size = 0
     if choice.group:
         constants["GROUP"] = choice.group
+        constants["PATIENCE"] = scan.PATIENCE
         constants["WINDOW"] = _power(max(3 * choice.group, 64 * choice.warps // choice.lanes))
         tiles = _cdiv(length, choice.time)
         groups = _cdiv(tiles, choice.group)

@@ -24,7 +24,19 @@ try:
 except ImportError:  # without a GPU's driver triton may have none
     libdevice = None
 
-HELPERS = ["put", "get", "absent", "pause", "low_bits", "high_bits", "joined", "picked", "picked0", "picked1"]
+HELPERS = [
+    "put",
+    "get",
+    "absent",
+    "pause",
+    "low_bits",
+    "high_bits",
+    "joined",
+    "picked",
+    "picked0",
+    "picked1",
+]
+FOREVER = 2**31 - 1
 BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
 TYPES = {"int1": "int1", "int32": "int32", "fp32": "float32", "int64": "int64", "fp64": "float64"}
 
@@ -222,35 +234,48 @@ def _lanes(layout: Layout) -> str:
 
 
 def _place(program: Program, layout: Layout, k: str = "k") -> str:
-    """Where tile ``k`` lies: ``at`` in memory, ``t`` along the scan."""
+    """Where tile ``k`` lies: ``at`` in memory, ``t`` along the scan. Where ``at`` rises by one, it
+    is ``start + time``, and what is ``left`` of the tensor decides what is ``inside``."""
     lines = []
     if program.reverse and layout.ascending:
-        lines += [f"at = length - ({k} + 1) * size + time", "t = length - 1 - at"]
+        lines += [f"start = length - ({k} + 1) * size", "at = start + time", "t = length - 1 - at"]
+        lines.append("left = tl.maximum(-start, 0).to(tl.int32)")
     else:
-        lines.append(f"t = {k} * size + time")
+        lines += [f"start = {k} * size", "t = start + time"]
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
-    return "\n".join([*lines, f"inside = live & {_there(program)}"])
+        lines.append("left = tl.minimum(length - start, size).to(tl.int32)")
+    return "\n".join([*lines, f"inside = live & {_there(program, layout)}"])
 
 
-def _there(program: Program) -> str:
-    return "(at >= 0)" if program.reverse else "(at < length)"
+def _there(program: Program, layout: Layout) -> str:
+    return "(time >= left)" if program.reverse and layout.ascending else "(time < left)"
+
+
+def _pointers(name: str, layout: Layout, kinds: tuple[int | None, ...], at: int = 0) -> str:
+    """To the elements of a tensor, ``at`` positions further in memory. Neighbours of a piece of one
+    lane lie at 32-bit distances from its beginning: a register instead of two, or none."""
+    parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
+    shift = f" {'+' if at > 0 else '-'} {abs(at)}" if at else ""
+    if layout.flat and kinds[0] == 1 and layout.ascending:
+        parts[0] = f"(start{shift})" if at else "start"
+        return f"({name}_ptr + ({_offset(name, kinds, parts)})) + time"
+    parts[0] = f"(at{shift})" if at else "at"
+    return f"{name}_ptr + ({_offset(name, kinds, parts)})"
 
 
 def _loads(program: Program, layout: Layout, to: str = "x") -> str:
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
-        parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
         free = all(kind == 0 for kind in kinds[1:])
         limits = [] if free else ["live"]
         if kinds[0] != 0:
-            limits.append(_there(program))
+            limits.append(_there(program, layout))
         ahead = given.shift if program.reverse else -given.shift  # in memory
         if ahead:
-            parts[0] = f"(at {'+' if ahead > 0 else '-'} {abs(ahead)})"
             limits.append(f"(at < length - {ahead})" if ahead > 0 else f"(at >= {-ahead})")
         masked = f", {' & '.join(limits)}, other={given.fill}" if limits else ""
-        offset = _offset(f"x{i}", kinds, parts)
-        lines.append(f"{to}{i} = tl.load(x{i}_ptr + ({offset}){masked})")
+        pointers = _pointers(f"x{i}", layout, kinds, ahead)
+        lines.append(f"{to}{i} = tl.load({pointers}{masked})")
     return "\n".join(lines)
 
 
@@ -290,10 +315,9 @@ def _after(program: Program, before: str, there: str) -> str:
 def _stores(program: Program, layout: Layout) -> str:
     lines = [program.consume]
     first = len(program.inputs)
-    parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
     for i in range(len(program.outputs)):
-        offset = _offset(f"y{i}", layout.strides[first + i], parts)
-        lines.append(f"tl.store(y{i}_ptr + ({offset}), y{i}, inside)")
+        pointers = _pointers(f"y{i}", layout, layout.strides[first + i])
+        lines.append(f"tl.store({pointers}, y{i}, inside)")
     return "\n".join(lines)
 
 
@@ -456,7 +480,7 @@ number = tl.program_id(0).to(tl.int64)"""
     catch_up = [
         _place(program, layout, "turn"),
         *scanned,
-        f"announced({given}, turn, FOREVER, {e}, GROUP)",
+        f"announced({given}, turn, {FOREVER}, {e}, GROUP)",
     ]
     parts = [
         head,
@@ -469,7 +493,7 @@ number = tl.program_id(0).to(tl.int64)"""
         "if late < k:",
         "    for turn in range(late, k + 1):",
         _indented("\n".join(catch_up), 8),
-        f"    {p}, late = before({given}, k, FOREVER, {e}, GROUP)",
+        f"    {p}, late = before({given}, k, {FOREVER}, {e}, GROUP)",
         _place(program, layout),  # again: kept in registers across the loop it would be costly
         _after(program, "p", "k > 0"),
         _stores(program, layout),
@@ -502,7 +526,7 @@ def text(program: Program, layout: Layout) -> str:
 
 def constants_of(layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
-    return ["LANES", "TIME", *(["GROUP", "WINDOW"] if layout.shared else [])]
+    return ["LANES", "TIME", *(["GROUP", "WINDOW", "PATIENCE"] if layout.shared else [])]
 
 
 @functools.cache
@@ -514,6 +538,5 @@ def kernel(program: Program, layout: Layout) -> Any:
     scope = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": "inductor_ext_scan"}
     for helper in HELPERS:
         scope[helper] = getattr(scan, helper)
-    scope |= {"PATIENCE": tl.constexpr(scan.PATIENCE), "FOREVER": tl.constexpr(scan.FOREVER)}
     exec(compile(source, name, "exec"), scope)
     return scope[f"scan_{'rows' if layout.axis else 'columns'}"]
