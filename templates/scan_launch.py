@@ -195,6 +195,8 @@ def plan(
     }
     blocks = _cdiv(lanes, choice.lanes)
     constants = {"LANES": choice.lanes, "TIME": choice.time}
+    if "PIECE" in scan_text.constants_of(program, layout):
+        constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
     if choice.group:
         constants["GROUP"] = choice.group
