@@ -36,7 +36,6 @@ HELPERS = [
     "picked0",
     "picked1",
 ]
-FOREVER = 2**31 - 1
 BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
 TYPES = {"int1": "int1", "int32": "int32", "fp32": "float32", "int64": "int64", "fp64": "float64"}
 
@@ -377,11 +376,11 @@ def exact(
 
 
 def _exactly(
-    program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
+    program: Program, layout: Layout, to: str, there: str, store: bool, state: str = ""
 ) -> str:
     given = ", ".join(_lane_names(program, layout))
     state = state or _leaves(to, program)
-    return f"{_leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"
+    return f"{_leaves(to, program)} = exact({given}, k, {there}, {state}, {store}, TIME, PIECE)"
 
 
 def _looped(program: Program, layout: Layout) -> str:
@@ -415,7 +414,7 @@ def _looped(program: Program, layout: Layout) -> str:
             _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
             _indented(scan_logsumexp.total("c", "peak", "sum")),
             "else:",
-            "    " + _exactly(program, layout, "c", "k", "k > 0", True),
+            "    " + _exactly(program, layout, "c", "k > 0", True),
         ]
     body = [*loads, _states(program), *scanned]
     parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
@@ -520,8 +519,8 @@ return {p}, late"""
 
 
 def _shared(program: Program, layout: Layout) -> str:
-    """Tiles of one scan are many programs'. A program that waits in vain does itself, in their
-    order, what those of earlier tiles have not yet done, from the first that is late to its own."""
+    """Tiles of one scan are many programs'. One that waits in vain goes through the tiles from the
+    first that is late to its own, and leaves of each what its program would have announced."""
     window = "" if layout.axis else "[:, None]"
     e, p = _leaves("e", program), _leaves("p", program)
     head = f"""tiles = tl.cdiv(length, size)
@@ -530,7 +529,7 @@ words = workspace + 0
 call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
 number = tl.program_id(0).to(tl.int64)"""
-    given = "words, lane, lanes, length, size, live, j, call"
+    given = f"words, lane, lanes, length, size, live, j, call, k, PATIENCE, {e}, GROUP"
     total = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
     results = [_after(program, "p", "k > 0"), _stores(program, layout)]
     if _by_masses(program, layout):
@@ -539,7 +538,7 @@ number = tl.program_id(0).to(tl.int64)"""
             _masses(program, layout),
             scan_logsumexp.total("e", "top", "mass_of_all"),
             "if not good:",
-            "    " + _exactly(program, layout, "e", "{k}", "False", False, nothing),
+            "    " + _exactly(program, layout, "e", "False", False, nothing),
         ]
         results = [
             'p0 = tl.where(k > 0, p0, float("-inf"))',
@@ -547,26 +546,26 @@ number = tl.program_id(0).to(tl.int64)"""
             "if plain:",
             _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
             "else:",
-            "    " + _exactly(program, layout, "p", "k", "k > 0", True),
+            "    " + _exactly(program, layout, "p", "k > 0", True),
         ]
-    scanned = "\n".join([_loads(program, layout), _states(program), *total])
-    parts = [
-        head,
-        _lanes(layout),
+    body = [
         _place(program, layout),
-        scanned.replace("{k}", "k"),
-        f"late = announced({given}, k, PATIENCE, {e}, GROUP)",
-        f"{p}, later = before({given}, k, PATIENCE, {e}, GROUP)",
-        "late = tl.minimum(late, later)",
-        "if late < k:",
-        "    for turn in range(late, k + 1):",
-        _indented(_place(program, layout, "turn"), 8),
-        _indented(scanned.replace("{k}", "turn"), 8),
-        f"        announced({given}, turn, {FOREVER}, {e}, GROUP)",
-        f"    {p}, late = before({given}, k, {FOREVER}, {e}, GROUP)",
-        _place(program, layout),  # again: kept in registers across the loop it would be costly
-        *results,
+        _loads(program, layout),
+        _states(program),
+        *total,
+        f"late = announced({given})",
+        "if k < own:",
+        "    k += 1",
+        "else:",
+        f"    {p}, later = before({given})",
+        "    late = tl.minimum(late, later)",
+        "    if late < own:",
+        "        k = late",
+        "    else:",
+        _indented("\n".join(results), 8),
+        "        k = own + 1",
     ]
+    parts = [head, _lanes(layout), "own = k", "while k <= own:", _indented("\n".join(body))]
     return "\n".join(parts)
 
 
