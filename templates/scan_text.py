@@ -238,11 +238,11 @@ def _place(program: Program, layout: Layout, k: str = "k") -> str:
     lines = []
     if program.reverse and layout.ascending:
         lines += [f"start = length - ({k} + 1) * size", "at = start + time", "t = length - 1 - at"]
-        lines.append("left = tl.maximum(-start, 0).to(tl.int32)")
+        lines += ["left = tl.maximum(-start, 0).to(tl.int32)", "whole = left == 0"]
     else:
         lines += [f"start = {k} * size", "t = start + time"]
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
-        lines.append("left = tl.minimum(length - start, size).to(tl.int32)")
+        lines += ["left = tl.minimum(length - start, size).to(tl.int32)", "whole = left == size"]
     return "\n".join([*lines, f"inside = live & {_there(program, layout)}"])
 
 
@@ -262,12 +262,24 @@ def _pointers(name: str, layout: Layout, kinds: tuple[int | None, ...], at: int 
     return f"{name}_ptr + ({_offset(name, kinds, parts)})"
 
 
+def _either(whole: str, part: str) -> str:
+    """What is done with a tile in its middle needs no masks, which would take registers from the
+    loads to the stores."""
+    return f"if whole:\n{_indented(whole)}\nelse:\n{_indented(part)}"
+
+
 def _loads(program: Program, layout: Layout, to: str = "x") -> str:
+    if layout.flat:
+        return _either(_loaded(program, layout, to, True), _loaded(program, layout, to, False))
+    return _loaded(program, layout, to, False)
+
+
+def _loaded(program: Program, layout: Layout, to: str, whole: bool) -> str:
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
-        free = all(kind == 0 for kind in kinds[1:])
+        free = whole or all(kind == 0 for kind in kinds[1:])
         limits = [] if free else ["live"]
-        if kinds[0] != 0:
+        if kinds[0] != 0 and not whole:
             limits.append(_there(program, layout))
         ahead = given.shift if program.reverse else -given.shift  # in memory
         if ahead:
@@ -305,12 +317,15 @@ def _after(program: Program, before: str, there: str) -> str:
 
 
 def _stores(program: Program, layout: Layout) -> str:
-    lines = [program.consume]
     first = len(program.inputs)
+    stores = []
     for i in range(len(program.outputs)):
         pointers = _pointers(f"y{i}", layout, layout.strides[first + i])
-        lines.append(f"tl.store({pointers}, y{i}, inside)")
-    return "\n".join(lines)
+        stores.append(f"tl.store({pointers}, y{i}, inside)")
+    part = "\n".join(stores)
+    if layout.flat:
+        part = _either(part.replace(", inside)", ")"), part)
+    return f"{program.consume}\n{part}"
 
 
 def _end(program: Program, layout: Layout) -> str:
