@@ -29,7 +29,8 @@ GROUP = 85  # tiles that are one group; three levels of them are one window of 2
 class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
     0 where a program scans all of its lanes. ``ascending``: a reversed scan turns a tile around
-    in registers, else in its addresses. ``ahead``: who goes from tile to tile loads one early."""
+    in registers, else in its addresses. ``ahead``: who goes from tile to tile loads one early.
+    ``pieces`` of a tile are scanned one after the other, each in fewer registers."""
 
     lanes: int
     time: int
@@ -37,6 +38,7 @@ class Tiling:
     group: int = 0
     ascending: bool = True
     ahead: bool = False
+    pieces: int = 1
 
 
 @dataclass(frozen=True)
@@ -176,11 +178,19 @@ def plan(
         choice = tiling(program, axis, hint(lanes), hint(length))
     if axis and choice.group:  # a piece of one lane
         choice = replace(choice, lanes=1)
+    if not axis or not choice.group or scan_logsumexp.applies(program):
+        choice = replace(choice, pieces=1)
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
     layout = scan_text.Layout(
-        axis, len(lane_dims), kinds, bool(choice.group), choice.ascending, choice.ahead
+        axis,
+        len(lane_dims),
+        kinds,
+        bool(choice.group),
+        choice.ascending,
+        choice.ahead,
+        choice.pieces,
     )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
@@ -194,7 +204,7 @@ def plan(
         f"{n}_ptr" if n in names else n: values[n] for n in scan_text.arguments(program, layout)
     }
     blocks = _cdiv(lanes, choice.lanes)
-    constants = {"LANES": choice.lanes, "TIME": choice.time}
+    constants = {"LANES": choice.lanes, "TIME": choice.time // choice.pieces}
     if "PIECE" in scan_text.constants_of(program, layout):
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0

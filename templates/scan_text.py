@@ -46,7 +46,8 @@ class Layout:
     a lane's. ``strides``: per tensor (inputs, then outputs) the kinds of its strides along the time
     and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
     cut among programs. ``ascending``: a reversed scan's tile is in the order of memory.
-    ``ahead``: a program loads a tile before it is done with the last one."""
+    ``ahead``: a program loads a tile before it is done with the last one. ``pieces`` of a tile that
+    are scanned one after the other, where others scan the same lane."""
 
     axis: int
     lane_dims: int
@@ -54,6 +55,7 @@ class Layout:
     shared: bool
     ascending: bool
     ahead: bool
+    pieces: int = 1
 
     @property
     def flat(self) -> bool:
@@ -77,8 +79,9 @@ def _indented(text: str, by: int = 4) -> str:
     return "\n".join(" " * by + line for line in text.splitlines() if line.strip())
 
 
-def _leaves(prefix: str, program: Program) -> str:
-    return ", ".join(f"{prefix}{i}" for i in range(len(program.states)))
+def _leaves(prefix: str, program: Program, piece: int | None = None) -> str:
+    suffix = "" if piece is None else f"_of{piece}"
+    return ", ".join(f"{prefix}{i}{suffix}" for i in range(len(program.states)))
 
 
 def _names(program: Program) -> list[str]:
@@ -237,12 +240,12 @@ def _place(program: Program, layout: Layout, k: str = "k") -> str:
     is ``start + time``, and what is ``left`` of the tensor decides what is ``inside``."""
     lines = []
     if program.reverse and layout.ascending:
-        lines += [f"start = length - ({k} + 1) * size", "at = start + time", "t = length - 1 - at"]
+        lines += [f"start = length - ({k} + 1) * TIME", "at = start + time", "t = length - 1 - at"]
         lines += ["left = tl.maximum(-start, 0).to(tl.int32)", "whole = left == 0"]
     else:
-        lines += [f"start = {k} * size", "t = start + time"]
+        lines += [f"start = {k} * TIME", "t = start + time"]
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
-        lines += ["left = tl.minimum(length - start, size).to(tl.int32)", "whole = left == size"]
+        lines += ["left = tl.minimum(length - start, TIME).to(tl.int32)", "whole = left == TIME"]
     return "\n".join([*lines, f"inside = live & {_there(program, layout)}"])
 
 
@@ -381,7 +384,6 @@ def exact(
     {", ".join(_lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
     TILE: tl.constexpr, TIME: tl.constexpr
 ):
-    size = tl.full([], TIME, tl.int64)
     time = tl.arange(0, TIME){time}
     begin = k * (TILE // TIME)
     for turn in range(begin, begin + TILE // TIME):
@@ -391,11 +393,11 @@ def exact(
 
 
 def _exactly(
-    program: Program, layout: Layout, to: str, there: str, store: bool, state: str = ""
+    program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
 ) -> str:
     given = ", ".join(_lane_names(program, layout))
     state = state or _leaves(to, program)
-    return f"{_leaves(to, program)} = exact({given}, k, {there}, {state}, {store}, TIME, PIECE)"
+    return f"{_leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"
 
 
 def _looped(program: Program, layout: Layout) -> str:
@@ -429,7 +431,7 @@ def _looped(program: Program, layout: Layout) -> str:
             _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
             _indented(scan_logsumexp.total("c", "peak", "sum")),
             "else:",
-            "    " + _exactly(program, layout, "c", "k > 0", True),
+            "    " + _exactly(program, layout, "c", "k", "k > 0", True),
         ]
     body = [*loads, _states(program), *scanned]
     parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
@@ -533,54 +535,121 @@ return {p}, late"""
     )
 
 
+def _total(program: Program, layout: Layout, k: str) -> str:
+    """From the states of a piece of tile ``k`` to their scan and the last of it, ``e``."""
+    if not _by_masses(program, layout):
+        end = _last(program, "e", _end(program, layout), layout)
+        return f"{_tile(program, layout)}\n{end}"
+    nothing = ", ".join(f"tl.zeros([], tl.{TYPES[kind]})" for kind in program.states)
+    return "\n".join(
+        [
+            _masses(program, layout),
+            scan_logsumexp.total("e", "top", "mass_of_all"),
+            "if not good:",
+            "    " + _exactly(program, layout, "e", k, "False", False, nothing),
+        ]
+    )
+
+
+def _results(program: Program, layout: Layout, before: str, there: str) -> str:
+    """From the scan of a piece, and the state ``before`` it if ``there`` is one, to what is
+    stored."""
+    if not _by_masses(program, layout):
+        return f"{_after(program, before, there)}\n{_stores(program, layout)}"
+    return "\n".join(
+        [
+            f'{before}0 = tl.where({there}, {before}0, float("-inf"))',
+            scan_logsumexp.carried(before, False),
+            "if plain:",
+            _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
+            "else:",
+            "    " + _exactly(program, layout, before, "own", there, True),
+        ]
+    )
+
+
 def _shared(program: Program, layout: Layout) -> str:
     """Tiles of one scan are many programs'. One that waits in vain goes through the tiles from the
-    first that is late to its own, and leaves of each what its program would have announced."""
+    first that is late to its own, announces of each what its program would have, and begins again
+    with its own; it holds one piece at a time, so that all this takes no registers."""
     window = "" if layout.axis else "[:, None]"
-    e, p = _leaves("e", program), _leaves("p", program)
-    head = f"""tiles = tl.cdiv(length, size)
+    e, h, p = (_leaves(prefix, program) for prefix in "ehp")
+    count, pieces = range(len(program.states)), range(layout.pieces)
+    head = f"""size = tl.full([], TIME * {layout.pieces}, tl.int64)
+tiles = tl.cdiv(length, size)
 blocks = tl.cdiv(lanes, LANES)
 words = workspace + 0
 call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
 number = tl.program_id(0).to(tl.int64)"""
-    given = f"words, lane, lanes, length, size, live, j, call, k, PATIENCE, {e}, GROUP"
-    total = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
-    results = [_after(program, "p", "k > 0"), _stores(program, layout)]
-    if _by_masses(program, layout):
-        nothing = ", ".join(f"tl.zeros([], tl.{TYPES[kind]})" for kind in program.states)
-        total = [
-            _masses(program, layout),
-            scan_logsumexp.total("e", "top", "mass_of_all"),
-            "if not good:",
-            "    " + _exactly(program, layout, "e", "False", False, nothing),
-        ]
-        results = [
-            'p0 = tl.where(k > 0, p0, float("-inf"))',
-            scan_logsumexp.carried("p", False),
-            "if plain:",
-            _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
-            "else:",
-            "    " + _exactly(program, layout, "p", "k > 0", True),
-        ]
-    body = [
-        _place(program, layout),
-        _loads(program, layout),
-        _states(program),
-        *total,
-        f"late = announced({given})",
-        "if k < own:",
-        "    k += 1",
-        "else:",
-        f"    {p}, later = before({given})",
-        "    late = tl.minimum(late, later)",
-        "    if late < own:",
-        "        k = late",
-        "    else:",
-        _indented("\n".join(results), 8),
-        "        k = own + 1",
+
+    def given(k: str, total: str) -> str:
+        return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {total}, GROUP"
+
+    def place(k: str, piece: Any) -> str:
+        return _place(program, layout, f"({k} * {layout.pieces} + {piece})")
+
+    def moved(prefix: str, number: int, to: str, frm: str) -> list[str]:
+        return [f"{prefix}{i}{to} = {prefix}{i}{frm}" for i in range(number)]
+
+    inputs, states = len(program.inputs), len(program.states)
+    first, then, last = [], [], []
+    for n in pieces:
+        here = place("own", n)
+        first += [here, _loads(program, layout), *moved("x", inputs, f"_of{n}", "")]
+        then += [here, *moved("x", inputs, "", f"_of{n}"), _states(program)]
+        then.append(_total(program, layout, "own"))
+        then.append(f"{h} = combine({h}, {e})" if n else f"{h} = {e}")
+        then += [*moved("s", states, f"_of{n}", ""), *moved("h", states, f"_of{n}", "")]
+        before, there = "p", "own > 0"
+        last += [here, *moved("x", inputs, "", f"_of{n}"), *moved("s", states, "", f"_of{n}")]
+        if n:
+            last.append(f"{_leaves('c', program)} = combine({p}, {_leaves('h', program, n - 1)})")
+            last += [f"c{i} = tl.where(own > 0, c{i}, h{i}_of{n - 1})" for i in count]
+            before, there = "c", "True"
+        last.append(_results(program, layout, before, there))
+    again = [_loads(program, layout), _states(program)]
+    total = [
+        f"{_leaves('d', program)} = combine({h}, {e})",
+        *(f"h{i} = tl.where(piece > 0, d{i}, e{i})" for i in count),
     ]
-    parts = [head, _lanes(layout), "own = k", "while k <= own:", _indented("\n".join(body))]
+    late = [
+        place("turn", "piece"),
+        *again,
+        _total(program, layout, "turn"),
+        *total,
+    ]
+    own = [
+        f"{_leaves('c', program)} = combine({p}, {h})",
+        *(f"c{i} = tl.where(own > 0, c{i}, h{i})" for i in count),
+        *(f"c{i} = tl.where(piece > 0, c{i}, p{i})" for i in count),
+        place("own", "piece"),
+        *again,
+        _total(program, layout, "own"),
+        *total,
+        _results(program, layout, "c", "(own > 0) | (piece > 0)"),
+    ]
+    parts = [
+        head,
+        _lanes(layout),
+        "own = k",
+        *first,
+        *then,
+        f"late = announced({given('own', h)})",
+        f"{p}, later = before({given('own', h)})",
+        "late = tl.minimum(late, later)",
+        "if late == own:",
+        _indented("\n".join(last)),
+        "else:",
+        "    while late < own:",
+        "        for turn in range(late, own + 1):",
+        f"            for piece in range({layout.pieces}):",
+        _indented("\n".join(late), 16),
+        f"            announced({given('turn', h)})",
+        f"        {p}, late = before({given('own', h)})",
+        f"    for piece in range({layout.pieces}):",
+        _indented("\n".join(own), 8),
+    ]
     return "\n".join(parts)
 
 
@@ -593,7 +662,7 @@ def text(program: Program, layout: Layout) -> str:
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(program, layout))
     body = _shared(program, layout) if layout.shared else _looped(program, layout)
     time = "" if layout.flat else "[None, :]" if layout.axis else "[:, None]"
-    head = f"size = tl.full([], TIME, tl.int64)\ntime = tl.arange(0, TIME){time}"
+    head = f"time = tl.arange(0, TIME){time}"
     parts = [_combine(program)]
     if _by_masses(program, layout):
         parts.append(_exact(program, layout))
