@@ -30,7 +30,8 @@ class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
     0 where a program scans all of its lanes. ``ascending``: a reversed scan turns a tile around
     in registers, else in its addresses. ``ahead``: who goes from tile to tile loads one early.
-    ``pieces`` of a tile are scanned one after the other, each in fewer registers."""
+    ``pieces`` of a tile are scanned one after the other, each in fewer registers. ``depth``: groups
+    whose tiles are read one by one, which should be all that a card runs at a time."""
 
     lanes: int
     time: int
@@ -39,6 +40,7 @@ class Tiling:
     ascending: bool = True
     ahead: bool = False
     pieces: int = 1
+    depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,10 @@ def plan(
     if choice.group:
         constants["GROUP"] = choice.group
         constants["PATIENCE"] = scan.PATIENCE
-        constants["WINDOW"] = _power(max(3 * choice.group, 64 * choice.warps // choice.lanes))
+        constants["DEPTH"] = choice.depth
+        few = (choice.depth + 3) * choice.group
+        constants["WINDOW"] = _power(max(few + 8, 64 * choice.warps // choice.lanes))
+        constants["SUPERS"] = constants["WINDOW"] - few
         tiles = _cdiv(length, choice.time)
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)

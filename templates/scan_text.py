@@ -446,9 +446,6 @@ def _bases(layout: Layout) -> str:
 groups = tl.cdiv(tiles, GROUP)
 supers = tl.cdiv(groups, GROUP)
 group = k // GROUP
-above = group // GROUP
-own = k % GROUP
-near = group % GROUP
 base0 = {at[0]}
 base1 = lanes * tiles + {at[1]}
 base2 = lanes * (tiles + groups) + {at[2]}
@@ -459,13 +456,14 @@ _GIVEN = "words, lane, lanes, length, size, live, j, call, k, patience"
 
 
 def _announced(program: Program, layout: Layout) -> str:
-    """Publish the total of tile ``k``, and those of the group and the group of groups that end
-    with it. Gives the first tile that was waited for in vain, else ``k``."""
+    """Publish the total of tile ``k``; and those of the group and the group of groups that end with
+    it, if what they are made of is there."""
     e, u, g = (_leaves(prefix, program) for prefix in "eug")
     step = "" if layout.axis else " * lanes"
     window = "j, live, call"
-    body = f"""publish(words, plane, base0 + k{step}, live, call, {e})
-late = k
+    body = f"""above = group // GROUP
+own = k % GROUP
+near = group % GROUP
 if own == GROUP - 1:
     tile = group * GROUP + j
     {u}, late = folded(words, plane, base0 + tile{step}, tile, {window}, own, k, patience)
@@ -479,35 +477,40 @@ if own == GROUP - 1:
             )
             if late == k:
                 {g} = combine({u}, {g})
-                publish(words, plane, base2 + above{step}, live, call, {g})
-return late"""
+                publish(words, plane, base2 + above{step}, live, call, {g})"""
+    announced = f"publish(words, plane, base0 + k{step}, live, call, {e})"
     return (
         f"@triton.jit\ndef announced({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
+        f"{_indented(_bases(layout))}\n{_indented(announced)}\n\n\n"
+        f"@triton.jit\ndef closed({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
         f"{_indented(_bases(layout))}\n{_indented(body)}\n"
     )
 
 
 def _before(program: Program, layout: Layout) -> str:
     """The state in front of tile ``k`` (any, if it is the first): of groups of groups, then groups,
-    then tiles in front of it, in one window. And the first tile that was waited for in vain, else
-    ``k``."""
+    then tiles in front of it, in one window. Of the last DEPTH groups it is the tiles, and of the
+    last group of groups the groups: of what has just been computed totals are not waited for. And
+    the first tile that was waited for in vain, else ``k``."""
     p, u, g = (_leaves(prefix, program) for prefix in "pug")
     e = _leaves("e", program)
     step = "" if layout.axis else " * lanes"
     window = "j, live, call"
     count = range(len(program.states))
-    joined = "\n".join(
-        f"p{i} = tl.where((w > 0) | (far + near + own > 0), g{i}, u{i})" for i in count
-    )
-    body = f"""far = above % GROUP
+    joined = "\n".join(f"p{i} = tl.where((w > 0) | (k > 0), g{i}, u{i})" for i in count)
+    body = f"""group0 = tl.maximum(group - DEPTH, 0)
+super0 = tl.maximum(group0 // GROUP - 1, 0)
+far = super0 % SUPERS
+near = far + group0 - super0 * GROUP
+own = near + k - group0 * GROUP
 late = k
 {chr(10).join(f"p{i} = e{i}" for i in count)}
-if far + near + own > 0:
-    tile0 = group * GROUP + j - far - near
-    tile1 = above * GROUP + j - far
-    tile2 = above - far + j
+if k > 0:
+    tile0 = group0 * GROUP + j - near
+    tile1 = super0 * GROUP + j - far
+    tile2 = super0 - far + j
     is2 = j < far
-    is1 = j < far + near
+    is1 = j < near
     {p}, late = folded(
         words,
         plane,
@@ -516,22 +519,22 @@ if far + near + own > 0:
         ),
         tl.where(is2, tile2 * (GROUP * GROUP), tl.where(is1, tile1 * GROUP, tile0)),
         {window},
-        far + near + own,
+        own,
         k,
         patience,
     )
-for w in range(0, above // GROUP):
-    tile2 = (above // GROUP - 1 - w) * GROUP + j
+for w in range(0, super0 // SUPERS):
+    tile2 = (super0 // SUPERS - 1 - w) * SUPERS + j
     {u}, later = folded(
-        words, plane, base2 + tile2{step}, tile2 * (GROUP * GROUP), {window}, GROUP, k, patience
+        words, plane, base2 + tile2{step}, tile2 * (GROUP * GROUP), {window}, SUPERS, k, patience
     )
     late = tl.minimum(late, later)
     {g} = combine({u}, {p})
 {_indented(joined)}
 return {p}, late"""
     return (
-        f"@triton.jit\ndef before({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
-        f"{_indented(_bases(layout))}\n{_indented(body)}\n"
+        f"@triton.jit\ndef before({_GIVEN}, {e}, GROUP: tl.constexpr, DEPTH: tl.constexpr, "
+        f"SUPERS: tl.constexpr):\n{_indented(_bases(layout))}\n{_indented(body)}\n"
     )
 
 
@@ -593,6 +596,7 @@ number = tl.program_id(0).to(tl.int64)"""
         return [f"{prefix}{i}{to} = {prefix}{i}{frm}" for i in range(number)]
 
     inputs, states = len(program.inputs), len(program.states)
+    hot = _leaves("h", program, layout.pieces - 1)
     first, then, last = [], [], []
     for n in pieces:
         here = place("own", n)
@@ -635,18 +639,19 @@ number = tl.program_id(0).to(tl.int64)"""
         "own = k",
         *first,
         *then,
-        f"late = announced({given('own', h)})",
-        f"{p}, later = before({given('own', h)})",
-        "late = tl.minimum(late, later)",
+        f"announced({given('own', h)})",
+        f"{p}, late = before({given('own', h)}, DEPTH, SUPERS)",
         "if late == own:",
         _indented("\n".join(last)),
+        f"    closed({given('own', hot)})",
         "else:",
         "    while late < own:",
         "        for turn in range(late, own + 1):",
         f"            for piece in range({layout.pieces}):",
         _indented("\n".join(late), 16),
         f"            announced({given('turn', h)})",
-        f"        {p}, late = before({given('own', h)})",
+        f"            closed({given('turn', h)})",
+        f"        {p}, late = before({given('own', h)}, DEPTH, SUPERS)",
         f"    for piece in range({layout.pieces}):",
         _indented("\n".join(own), 8),
     ]
@@ -680,7 +685,7 @@ def text(program: Program, layout: Layout) -> str:
 
 def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
-    shared = ["GROUP", "WINDOW", "PATIENCE"] if layout.shared else []
+    shared = ["GROUP", "DEPTH", "SUPERS", "WINDOW", "PATIENCE"] if layout.shared else []
     return ["LANES", "TIME", *shared, *(["PIECE"] if _by_masses(program, layout) else [])]
 
 
