@@ -22,7 +22,9 @@ Size = Any  # int or SymInt
 ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
 SHORT = 4096  # positions up to which cutting a scan costs more than it brings
 LONG = 1 << 26  # positions from which there are tiles enough for large ones
-GROUP = 85  # tiles that are one group; three levels of them are one window of 256 words
+# Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, some more than
+# a card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
+GROUP, DEPTH = 40, 9
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
         many = held > 4 or scan_text.words_of(program) > 2
         entries = 16384 if held <= 2 else 1024 if held > 6 else 2048 if many else 4096
         time = min(4096, entries // wide)
-        return Tiling(wide, time, 4, 21, not program.reverse)
+        return Tiling(wide, time, 4, 18, not program.reverse)
     wide = min(_power(lanes), 64 if lanes >= 64 * 2 * ROWS else 16)
     entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
     time = min(_power(length), entries // wide)
@@ -145,11 +147,13 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
 
 def _shared_row(program: Program, held: int, length: int) -> Tiling:
     if held > 2 or scan_text.words_of(program) > 1:
-        entries = 4096 if held == 4 else 1024 if held > 6 else 2048
-        return Tiling(1, entries, 4, GROUP)
-    if program.reverse:
-        return Tiling(1, 8192, 4, GROUP)
-    return Tiling(1, 16384 if length >= LONG else 4096, 4, GROUP)
+        entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
+        if scan_logsumexp.applies(program):
+            entries = 8192
+        return Tiling(1, entries, 4, GROUP, depth=DEPTH)
+    if length < LONG:
+        return Tiling(1, 4096, 4, GROUP, depth=DEPTH)
+    return Tiling(1, 16384, 4, GROUP, pieces=4, depth=DEPTH)
 
 
 def plan(
