@@ -22,8 +22,8 @@ Size = Any  # int or SymInt
 ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
 SHORT = 4096  # positions up to which cutting a scan costs more than it brings
 LONG = 1 << 26  # positions from which there are tiles enough for large ones
-# Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, some more than
-# a card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
+# Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, about what a
+# card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
 GROUP, DEPTH = 40, 9
 
 
