@@ -32,8 +32,7 @@ class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
     0 where a program scans all of its lanes. ``ascending``: a reversed scan turns a tile around
     in registers, else in its addresses. ``ahead``: who goes from tile to tile loads one early.
-    ``pieces`` of a tile are scanned one after the other, each in fewer registers. ``depth``: groups
-    whose tiles are read one by one, which should be all that a card runs at a time."""
+    ``depth``: groups whose tiles are read one by one, about what a card runs at a time."""
 
     lanes: int
     time: int
@@ -41,7 +40,6 @@ class Tiling:
     group: int = 0
     ascending: bool = True
     ahead: bool = False
-    pieces: int = 1
     depth: int = 0
 
 
@@ -151,9 +149,8 @@ def _shared_row(program: Program, held: int, length: int) -> Tiling:
         if scan_logsumexp.applies(program):
             entries = 8192
         return Tiling(1, entries, 4, GROUP, depth=DEPTH)
-    if length < LONG:
-        return Tiling(1, 4096, 4, GROUP, depth=DEPTH)
-    return Tiling(1, 16384, 4, GROUP, pieces=4, depth=DEPTH)
+    entries = 16384 if length >= LONG else 8192 if length >= LONG // 16 else 4096
+    return Tiling(1, entries, 4, GROUP, depth=DEPTH)
 
 
 def plan(
@@ -184,19 +181,11 @@ def plan(
         choice = tiling(program, axis, hint(lanes), hint(length))
     if axis and choice.group:  # a piece of one lane
         choice = replace(choice, lanes=1)
-    if not axis or not choice.group or scan_logsumexp.applies(program):
-        choice = replace(choice, pieces=1)
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
     layout = scan_text.Layout(
-        axis,
-        len(lane_dims),
-        kinds,
-        bool(choice.group),
-        choice.ascending,
-        choice.ahead,
-        choice.pieces,
+        axis, len(lane_dims), kinds, bool(choice.group), choice.ascending, choice.ahead
     )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
@@ -210,7 +199,7 @@ def plan(
         f"{n}_ptr" if n in names else n: values[n] for n in scan_text.arguments(program, layout)
     }
     blocks = _cdiv(lanes, choice.lanes)
-    constants = {"LANES": choice.lanes, "TIME": choice.time // choice.pieces}
+    constants = {"LANES": choice.lanes, "TIME": choice.time}
     if "PIECE" in scan_text.constants_of(program, layout):
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0

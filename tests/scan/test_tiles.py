@@ -20,7 +20,7 @@ WAYS = {
     "looped, by addresses, ahead": Tiling(2, 4, 1, 0, False, True),
     "shared": Tiling(2, 4, 1, 2),
     "shared, by addresses": Tiling(1, 2, 1, 2, False),
-    "shared, groups of 3, in pieces": Tiling(2, 4, 1, 3, pieces=2, depth=1),
+    "shared, groups of 3, the last one by tiles": Tiling(2, 2, 1, 3, depth=1),
 }
 
 
@@ -89,7 +89,7 @@ def shuffled(n):
     ("name", "shape", "dim", "reverse", "tile"),
     [
         ("sum", (37,), 0, False, Tiling(1, 2, 1, 2)),
-        ("affine", (50,), 0, True, Tiling(1, 4, 1, 2, pieces=2, depth=2)),
+        ("affine", (50,), 0, True, Tiling(1, 2, 1, 2, depth=2)),
         ("sum", (17, 3), 0, True, Tiling(2, 2, 1, 2, depth=1)),
     ],
 )
