@@ -7,7 +7,7 @@ enough to keep the card busy, else it is cut among programs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +22,17 @@ Size = Any  # int or SymInt
 ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
 SHORT = 4096  # positions up to which cutting a scan costs more than it brings
 LONG = 1 << 26  # positions from which there are tiles enough for large ones
-GROUP = 85  # tiles that are one group; three levels of them are one window of 256 words
+# Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, about what a
+# card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
+GROUP, DEPTH = 40, 9
 
 
 @dataclass(frozen=True)
 class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
     0 where a program scans all of its lanes. ``ascending``: a reversed scan turns a tile around
-    in registers, else in its addresses. ``ahead``: who goes from tile to tile loads one early."""
+    in registers, else in its addresses. ``ahead``: who goes from tile to tile loads one early.
+    ``depth``: groups whose tiles are read one by one, about what a card runs at a time."""
 
     lanes: int
     time: int
@@ -37,13 +40,15 @@ class Tiling:
     group: int = 0
     ascending: bool = True
     ahead: bool = False
+    depth: int = 0
 
 
 @dataclass(frozen=True)
 class Launch:
     """One launch. ``arguments``: by the entry's names; "x0_ptr" and so on for tensors, as the slot
     of a tensor ("x0", "y0", "workspace"), numbers as they are. ``workspace``: int64 words, zero
-    before the first launch, which later launches may use again one after the other."""
+    before the first launch, which later launches may use again one after the other, each with a
+    ``call`` of its own from 1 to 2^31 - 1."""
 
     kernel: Any
     grid: tuple[Size, int, int]
@@ -130,7 +135,7 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
         many = held > 4 or scan_text.words_of(program) > 2
         entries = 16384 if held <= 2 else 1024 if held > 6 else 2048 if many else 4096
         time = min(4096, entries // wide)
-        return Tiling(wide, time, 4, 21, not program.reverse)
+        return Tiling(wide, time, 4, 18, not program.reverse)
     wide = min(_power(lanes), 64 if lanes >= 64 * 2 * ROWS else 16)
     entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
     time = min(_power(length), entries // wide)
@@ -140,11 +145,12 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
 
 def _shared_row(program: Program, held: int, length: int) -> Tiling:
     if held > 2 or scan_text.words_of(program) > 1:
-        entries = 4096 if held == 4 else 1024 if held > 6 else 2048
-        return Tiling(1, entries, 4, GROUP)
-    if program.reverse:
-        return Tiling(1, 8192, 4, GROUP)
-    return Tiling(1, 16384 if length >= LONG else 4096, 4, GROUP)
+        entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
+        if scan_logsumexp.applies(program):
+            entries = 8192
+        return Tiling(1, entries, 4, GROUP, depth=DEPTH)
+    entries = 16384 if length >= LONG else 8192 if length >= LONG // 16 else 4096
+    return Tiling(1, entries, 4, GROUP, depth=DEPTH)
 
 
 def plan(
@@ -181,7 +187,7 @@ def plan(
     layout = scan_text.Layout(
         axis, len(lane_dims), kinds, bool(choice.group), choice.ascending, choice.ahead
     )
-    values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace"}
+    values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
     names = [f"x{i}" for i in range(len(program.inputs))]
     names += [f"y{i}" for i in range(len(program.outputs))]
@@ -194,34 +200,43 @@ def plan(
     }
     blocks = _cdiv(lanes, choice.lanes)
     constants = {"LANES": choice.lanes, "TIME": choice.time}
+    if "PIECE" in scan_text.constants_of(program, layout):
+        constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
     if choice.group:
         constants["GROUP"] = choice.group
-        constants["WINDOW"] = _power(max(3 * choice.group, 64 * choice.warps // choice.lanes))
+        constants["PATIENCE"] = scan.PATIENCE
+        constants["DEPTH"] = choice.depth
+        few = (choice.depth + 3) * choice.group
+        constants["WINDOW"] = _power(max(few + 8, 64 * choice.warps // choice.lanes))
+        constants["SUPERS"] = constants["WINDOW"] - few
         tiles = _cdiv(length, choice.time)
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)
-        words = scan.HEADER + scan_text.words_of(program) * lanes * kept
+        words = scan_text.words_of(program) * lanes * kept
         blocks = blocks * tiles
     return Launch(
         scan_text.kernel(program, layout), (blocks, 1, 1), given, constants, choice.warps, words
     )
 
 
-_kept: dict[tuple[torch.device, int], torch.Tensor] = {}
+_kept: dict[tuple[torch.device, int], tuple[torch.Tensor, Iterator[int]]] = {}
 
 
-def workspace(device: torch.device, words: int) -> torch.Tensor:
-    """At least ``words`` int64 words that earlier launches on this stream have left ready. While a
-    graph is captured they are the graph's own, cleared by it: it may be replayed beside others."""
+def workspace(device: torch.device, words: int) -> tuple[torch.Tensor, int]:
+    """At least ``words`` int64 words, and the number of a call that no launch on them had yet. They
+    are a stream's. While a graph is captured they are the graph's own, cleared by it: it may be
+    replayed beside others, and its launches have the same number every time."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(words, dtype=torch.int64, device=device)
+        return torch.zeros(words, dtype=torch.int64, device=device), 1
     key = device, torch.cuda.current_stream(device).cuda_stream
     have = _kept.get(key)
-    if have is None or have.numel() < words:
-        have = torch.zeros(max(words, 1 << 17), dtype=torch.int64, device=device)
-        _kept[key] = have
-    return have
+    call = 0 if have is None or have[0].numel() < words else next(have[1], 0)
+    if have is None or not call:
+        words = max(words, 1 << 17 if have is None else have[0].numel())
+        have = torch.zeros(words, dtype=torch.int64, device=device), iter(range(2, 1 << 31))
+        _kept[key], call = have, 1
+    return have[0], call
 
 
 def launch(
@@ -246,7 +261,8 @@ def launch(
     tensors = {f"x{i}": x for i, x in enumerate(inputs)} | {
         f"y{i}": y for i, y in enumerate(outputs)
     }
+    given = dict(laid.arguments)
     if laid.workspace:
-        tensors["workspace"] = workspace(outputs[0].device, laid.workspace)
-    given = {n: tensors[v] if isinstance(v, str) else v for n, v in laid.arguments.items()}
+        tensors["workspace"], given["call"] = workspace(outputs[0].device, laid.workspace)
+    given = {n: tensors[v] if isinstance(v, str) else v for n, v in given.items()}
     wrap_triton(laid.kernel)[laid.grid](**given, **laid.constants, num_warps=laid.warps)

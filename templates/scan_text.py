@@ -10,64 +10,37 @@ from __future__ import annotations
 
 import functools
 import linecache
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from . import scan, scan_logsumexp
+from . import scan, scan_forms, scan_logsumexp
+from .scan_parts import TYPES as TYPES
+from .scan_parts import Layout as Layout
+from .scan_parts import indented, last_of, leaves, scanned_by
+from .scan_parts import words_of as words_of
 from .scan_program import Program
+from .scan_totals import announced, before, folded, publish
 
 try:
     from triton.language.extra import libdevice
 except ImportError:  # without a GPU's driver triton may have none
     libdevice = None
 
-HELPERS = ["take", "put", "get", "low_bits", "high_bits", "joined", "picked", "picked0", "picked1"]
-BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
-TYPES = {"int1": "int1", "int32": "int32", "fp32": "float32", "int64": "int64", "fp64": "float64"}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How tensors lie. ``axis``: that of the time in a tile. ``lane_dims``: how many numbers make
-    a lane's. ``strides``: per tensor (inputs, then outputs) the kinds of its strides along the time
-    and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
-    cut among programs. ``ascending``: a reversed scan's tile is in the order of memory.
-    ``ahead``: a program loads a tile before it is done with the last one."""
-
-    axis: int
-    lane_dims: int
-    strides: tuple[tuple[int | None, ...], ...]
-    shared: bool
-    ascending: bool
-    ahead: bool
-
-    @property
-    def flat(self) -> bool:
-        """Whether a tile is a piece of one lane, without an axis of lanes. What a program knows
-        about its lane are scalars then, which have no layout: the compiler else converts, or
-        computes twice, whole tiles for the sake of one of their elements."""
-        return self.shared and self.axis == 1
-
-    @property
-    def along(self) -> int:
-        """The axis of the time in a tile or window."""
-        return 0 if self.flat else self.axis
-
-
-def words_of(program: Program) -> int:
-    """64-bit words that hold a state."""
-    return sum(BITS[kind] for kind in program.states)
-
-
-def _indented(text: str, by: int = 4) -> str:
-    return "\n".join(" " * by + line for line in text.splitlines() if line.strip())
-
-
-def _leaves(prefix: str, program: Program) -> str:
-    return ", ".join(f"{prefix}{i}" for i in range(len(program.states)))
+HELPERS = [
+    "put",
+    "get",
+    "absent",
+    "pause",
+    "low_bits",
+    "high_bits",
+    "joined",
+    "picked",
+    "picked0",
+    "picked1",
+]
 
 
 def _names(program: Program) -> list[str]:
@@ -93,78 +66,14 @@ def arguments(program: Program, layout: Layout) -> list[str]:
         for kind, suffix in zip(kinds, ["t", *range(layout.lane_dims)], strict=True):
             if kind is None:
                 numbers.append(f"{name}_{suffix}")
-    return [*names, *(["workspace"] if layout.shared else []), *numbers]
+    return [*names, *(["workspace", "call"] if layout.shared else []), *numbers]
 
 
 def _combine(program: Program) -> str:
-    leaves = f"{_leaves('a', program)}, {_leaves('b', program)}"
+    both = f"{leaves('a', program)}, {leaves('b', program)}"
     return (
-        f"@triton.jit\ndef combine({leaves}):\n{_indented(program.combine)}\n"
-        f"    return {_leaves('r', program)}\n"
-    )
-
-
-def _scanned(program: Program, axis: int, reverse: bool) -> str:
-    leaves = _leaves("s", program)
-    group = leaves if len(program.states) == 1 else f"({leaves})"
-    return f"{leaves} = tl.associative_scan({group}, {axis}, combine, reverse={reverse})"
-
-
-def _last(program: Program, to: str, where: str, layout: Layout) -> str:
-    """The state at the one position where ``where`` holds, bit for bit."""
-    picked = "picked" if layout.flat else f"picked{layout.axis}"
-    lines = []
-    for i, kind in enumerate(program.states):
-        bits = {"fp32": "int32", "fp64": "int64"}.get(kind)
-        state = f"s{i}.to(tl.{bits}, bitcast=True)" if bits else f"s{i}.to(tl.int32)"
-        if kind == "int64":
-            state = f"s{i}"
-        back = f"tl.{TYPES[kind]}, bitcast=True" if bits else f"tl.{TYPES[kind]}"
-        lines.append(f"{to}{i} = {picked}({state}, {where}).to({back})")
-    return "\n".join(lines)
-
-
-def _publish(program: Program) -> str:
-    lines, word = [], 0
-    for i, kind in enumerate(program.states):
-        plane = f"words + {word} * plane"
-        if BITS[kind] == 2:
-            state = f"e{i}.to(tl.int64, bitcast=True)" if kind == "fp64" else f"e{i}"
-            lines.append(f"put({plane}, at, live, low_bits({state}), call)")
-            lines.append(f"put(words + {word + 1} * plane, at, live, high_bits({state}), call)")
-        else:
-            cast = "tl.int32, bitcast=True" if kind == "fp32" else "tl.int32"
-            lines.append(f"put({plane}, at, live, e{i}.to({cast}), call)")
-        word += BITS[kind]
-    body = _indented("\n".join(lines))
-    return (
-        "@triton.jit\n"
-        f"def publish(words, plane, at, live, call, {_leaves('e', program)}):\n{body}\n"
-    )
-
-
-def _folded(program: Program, layout: Layout) -> str:
-    """The published states at ``at``, a window's first ``count``, combined in this order."""
-    lines, word = ["mask = live & (j < count)"], 0
-    for i, kind in enumerate(program.states):
-        low = f"get(words + {word} * plane, at, mask, call)"
-        if BITS[kind] == 2:
-            high = f"get(words + {word + 1} * plane, at, mask, call)"
-            both = f"joined({low}, {high})"
-            lines.append(
-                f"s{i} = {both}{'.to(tl.float64, bitcast=True)' if kind == 'fp64' else ''}"
-            )
-        else:
-            cast = "tl.float32, bitcast=True" if kind == "fp32" else f"tl.{TYPES[kind]}"
-            lines.append(f"s{i} = {low}.to({cast})")
-        word += BITS[kind]
-    lines.append(_scanned(program, layout.along, False))
-    lines.append(_last(program, "s", "j == count - 1", layout))
-    lines.append(f"return {_leaves('s', program)}")
-    return (
-        "@triton.jit\n"
-        "def folded(words, plane, at, j, live, call, count):\n"
-        f"{_indented(chr(10).join(lines))}\n"
+        f"@triton.jit\ndef combine({both}):\n{indented(program.combine)}\n"
+        f"    return {leaves('r', program)}\n"
     )
 
 
@@ -175,11 +84,11 @@ def _lanes(layout: Layout) -> str:
     if not layout.shared:
         lines.append("block = tl.program_id(0).to(tl.int64)")
     elif not layout.lane_dims:
-        lines += ["block = ticket * 0", "k = ticket"]
+        lines += ["block = number * 0", "k = number"]
     elif layout.axis:  # a row's tiles follow one another in memory
-        lines += ["block = ticket // tiles", "k = ticket % tiles"]
+        lines += ["block = number // tiles", "k = number % tiles"]
     else:  # lanes do
-        lines += ["block = ticket % blocks", "k = ticket // blocks"]
+        lines += ["block = number % blocks", "k = number // blocks"]
     if layout.flat:
         lines.append("lane = block")
     else:
@@ -196,35 +105,60 @@ def _lanes(layout: Layout) -> str:
 
 
 def _place(program: Program, layout: Layout, k: str = "k") -> str:
-    """Where tile ``k`` lies: ``at`` in memory, ``t`` along the scan."""
+    """Where tile ``k`` lies: ``at`` in memory, ``t`` along the scan. Where ``at`` rises by one, it
+    is ``start + time``, and what is ``left`` of the tensor decides what is ``inside``."""
     lines = []
     if program.reverse and layout.ascending:
-        lines += [f"at = length - ({k} + 1) * size + time", "t = length - 1 - at"]
+        lines += [f"start = length - ({k} + 1) * TIME", "at = start + time", "t = length - 1 - at"]
+        lines += ["left = tl.maximum(-start, 0).to(tl.int32)", "whole = left == 0"]
     else:
-        lines.append(f"t = {k} * size + time")
+        lines += [f"start = {k} * TIME", "t = start + time"]
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
-    return "\n".join([*lines, f"inside = live & {_there(program)}"])
+        lines += ["left = tl.minimum(length - start, TIME).to(tl.int32)", "whole = left == TIME"]
+    return "\n".join([*lines, f"inside = live & {_there(program, layout)}"])
 
 
-def _there(program: Program) -> str:
-    return "(at >= 0)" if program.reverse else "(at < length)"
+def _there(program: Program, layout: Layout) -> str:
+    return "(time >= left)" if program.reverse and layout.ascending else "(time < left)"
+
+
+def _pointers(name: str, layout: Layout, kinds: tuple[int | None, ...], at: int = 0) -> str:
+    """To the elements of a tensor, ``at`` positions further in memory. Neighbours of a piece of one
+    lane lie at 32-bit distances from its beginning: a register instead of two, or none."""
+    parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
+    shift = f" {'+' if at > 0 else '-'} {abs(at)}" if at else ""
+    if layout.flat and kinds[0] == 1 and layout.ascending:
+        parts[0] = f"(start{shift})" if at else "start"
+        return f"({name}_ptr + ({_offset(name, kinds, parts)})) + time"
+    parts[0] = f"(at{shift})" if at else "at"
+    return f"{name}_ptr + ({_offset(name, kinds, parts)})"
+
+
+def _either(whole: str, part: str) -> str:
+    """What is done with a tile in its middle needs no masks, which would take registers from the
+    loads to the stores."""
+    return f"if whole:\n{indented(whole)}\nelse:\n{indented(part)}"
 
 
 def _loads(program: Program, layout: Layout, to: str = "x") -> str:
+    if layout.flat:
+        return _either(_loaded(program, layout, to, True), _loaded(program, layout, to, False))
+    return _loaded(program, layout, to, False)
+
+
+def _loaded(program: Program, layout: Layout, to: str, whole: bool) -> str:
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
-        parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
-        free = all(kind == 0 for kind in kinds[1:])
+        free = whole or all(kind == 0 for kind in kinds[1:])
         limits = [] if free else ["live"]
-        if kinds[0] != 0:
-            limits.append(_there(program))
+        if kinds[0] != 0 and not whole:
+            limits.append(_there(program, layout))
         ahead = given.shift if program.reverse else -given.shift  # in memory
         if ahead:
-            parts[0] = f"(at {'+' if ahead > 0 else '-'} {abs(ahead)})"
             limits.append(f"(at < length - {ahead})" if ahead > 0 else f"(at >= {-ahead})")
         masked = f", {' & '.join(limits)}, other={given.fill}" if limits else ""
-        offset = _offset(f"x{i}", kinds, parts)
-        lines.append(f"{to}{i} = tl.load(x{i}_ptr + ({offset}){masked})")
+        pointers = _pointers(f"x{i}", layout, kinds, ahead)
+        lines.append(f"{to}{i} = tl.load({pointers}{masked})")
     return "\n".join(lines)
 
 
@@ -238,14 +172,7 @@ def _states(program: Program) -> str:
 
 def _tile(program: Program, layout: Layout) -> str:
     """From a tile's states to their scan, of the tile alone."""
-    return _scanned(program, layout.along, program.reverse and layout.ascending)
-
-
-def _masses(program: Program, layout: Layout) -> str:
-    """The plain sums of a scan of log(sum of exp)."""
-    backwards = program.reverse and layout.ascending
-    first = "time == TIME - 1" if backwards else "time == 0"
-    return scan_logsumexp.masses(first, _end(program, layout), backwards)
+    return scanned_by(program, layout.along, program.reverse and layout.ascending)
 
 
 def _taken(program: Program) -> str:
@@ -254,26 +181,91 @@ def _taken(program: Program) -> str:
 
 def _after(program: Program, before: str, there: str) -> str:
     """Put the state ``before`` in front of those of the tile where ``there`` holds."""
-    leaves = _leaves("q", program)
-    lines = [f"{leaves} = combine({_leaves(before, program)}, {_leaves('s', program)})"]
+    lines = [f"{leaves('q', program)} = combine({leaves(before, program)}, {leaves('s', program)})"]
     for i in range(len(program.states)):
         lines.append(f"s{i} = tl.where({there}, q{i}, s{i})")
     return "\n".join(lines)
 
 
 def _stores(program: Program, layout: Layout) -> str:
-    lines = [program.consume]
     first = len(program.inputs)
-    parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
+    stores = []
     for i in range(len(program.outputs)):
-        offset = _offset(f"y{i}", layout.strides[first + i], parts)
-        lines.append(f"tl.store(y{i}_ptr + ({offset}), y{i}, inside)")
-    return "\n".join(lines)
+        pointers = _pointers(f"y{i}", layout, layout.strides[first + i])
+        stores.append(f"tl.store({pointers}, y{i}, inside)")
+    part = "\n".join(stores)
+    if layout.flat:
+        part = _either(part.replace(", inside)", ")"), part)
+    return f"{program.consume}\n{part}"
 
 
 def _end(program: Program, layout: Layout) -> str:
     """Where a tile's last state is."""
     return "time == 0" if program.reverse and layout.ascending else "time == TIME - 1"
+
+
+def _by_masses(program: Program, layout: Layout) -> bool:
+    """Whether tiles are scanned as plain sums where that is good enough."""
+    return scan_logsumexp.applies(program) and (
+        layout.flat or bool(layout.axis and not layout.shared)
+    )
+
+
+def _masses(program: Program, layout: Layout) -> str:
+    backwards = program.reverse and layout.ascending
+    first = "time == TIME - 1" if backwards else "time == 0"
+    return scan_logsumexp.masses(
+        first, _end(program, layout), backwards, layout.along, not layout.flat
+    )
+
+
+def _plain(program: Program) -> Program:
+    """What is done with results that are numbers already."""
+    return replace(program, consume=program.consume.replace(scan_forms.LOGARITHM, "s0"))
+
+
+def _lane_names(program: Program, layout: Layout) -> list[str]:
+    """What one has to know of a lane to reach its elements."""
+    names = _names(program)
+    numbers = [n for n in arguments(program, layout) if n not in (*names, "workspace", "call")]
+    lane = ["lane", "live", *(f"i{i}" for i in range(layout.lane_dims))]
+    return [*(f"{n}_ptr" for n in names), *numbers, *lane]
+
+
+def _exact(program: Program, layout: Layout) -> str:
+    """Scan tile ``k`` without another thought, piece by piece, so that few registers are taken
+    where that is rare; the state ``c`` lies in front of it if ``there`` is one. Gives the last."""
+    c = leaves("c", program)
+    time = "" if layout.flat else "[None, :]"
+    body = [
+        _place(program, layout, "turn"),
+        _loads(program, layout),
+        _states(program),
+        _tile(program, layout),
+        _after(program, "c", "there | (turn > begin)"),
+        last_of(program, "c", _end(program, layout), layout),
+        "if STORE:",
+        indented(_stores(program, layout)),
+    ]
+    return f"""@triton.jit
+def exact(
+    {", ".join(_lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
+    TILE: tl.constexpr, TIME: tl.constexpr
+):
+    time = tl.arange(0, TIME){time}
+    begin = k * (TILE // TIME)
+    for turn in range(begin, begin + TILE // TIME):
+{indented(chr(10).join(body), 8)}
+    return {c}
+"""
+
+
+def _exactly(
+    program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
+) -> str:
+    given = ", ".join(_lane_names(program, layout))
+    state = state or leaves(to, program)
+    return f"{leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"
 
 
 def _looped(program: Program, layout: Layout) -> str:
@@ -295,95 +287,98 @@ def _looped(program: Program, layout: Layout) -> str:
     scanned = [
         _tile(program, layout),
         _after(program, "c", "k > 0"),
-        _last(program, "c", _end(program, layout), layout),
+        last_of(program, "c", _end(program, layout), layout),
     ]
-    if layout.axis and scan_logsumexp.applies(program):
-        plain = [scan_logsumexp.RESULTS, scan_logsumexp.TOTAL]
+    scanned.append(_stores(program, layout))
+    if _by_masses(program, layout):
         scanned = [
-            'c0 = tl.where(k > 0, c0, float("-inf"))',
             _masses(program, layout),
+            'c0 = tl.where(k > 0, c0, float("-inf"))',
+            scan_logsumexp.carried("c", True),
             "if plain:",
-            _indented("\n".join(plain)),
+            indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
+            indented(scan_logsumexp.total("c", "peak", "sum")),
             "else:",
-            _indented("\n".join(scanned)),
+            "    " + _exactly(program, layout, "c", "k", "k > 0", True),
         ]
-    body = [*loads, _states(program), *scanned, _stores(program, layout)]
+    body = [*loads, _states(program), *scanned]
     parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
-    return "\n".join([*parts, _indented("\n".join(body))])
+    return "\n".join([*parts, indented("\n".join(body))])
 
 
-def _before(program: Program, layout: Layout) -> str:
-    """Publish a tile's total ``e``, and find the state ``p`` in front of the tile (any, if it is
-    the first): of groups of groups, then groups, then tiles in front of it, in one window."""
-    p, e, u, g = (_leaves(prefix, program) for prefix in "peug")
-    at = ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
-    step = "" if layout.axis else " * lanes"
-    count = range(len(program.states))
-    joined = "\n".join(
-        f"p{i} = tl.where((w > 0) | (far + near + own > 0), g{i}, u{i})" for i in count
+def _total(program: Program, layout: Layout, k: str) -> str:
+    """From the states of tile ``k`` to their scan and the last of it, ``e``."""
+    if not _by_masses(program, layout):
+        end = last_of(program, "e", _end(program, layout), layout)
+        return f"{_tile(program, layout)}\n{end}"
+    nothing = ", ".join(f"tl.zeros([], tl.{TYPES[kind]})" for kind in program.states)
+    return "\n".join(
+        [
+            _masses(program, layout),
+            scan_logsumexp.total("e", "top", "mass_of_all"),
+            "if not good:",
+            "    " + _exactly(program, layout, "e", k, "False", False, nothing),
+        ]
     )
-    return f"""group = k // GROUP
-above = group // GROUP
-own = k % GROUP
-near = group % GROUP
-base0 = {at[0]}
-base1 = lanes * tiles + {at[1]}
-base2 = lanes * (tiles + groups) + {at[2]}
-publish(words, plane, base0 + k{step}, live, call, {e})
-{chr(10).join(f"p{i} = e{i}" for i in count)}
-if own == GROUP - 1:
-    {u} = folded(words, plane, base0 + (group * GROUP + j){step}, j, live, call, own)
-    {g} = combine({u}, {e})
-    publish(words, plane, base1 + group{step}, live, call, {g})
-    if near == GROUP - 1:
-        {u} = folded(words, plane, base1 + (above * GROUP + j){step}, j, live, call, near)
-        {g} = combine({u}, {g})
-        publish(words, plane, base2 + above{step}, live, call, {g})
-far = above % GROUP
-if far + near + own > 0:
-    at0 = base0 + (group * GROUP + j - far - near){step}
-    at1 = base1 + (above * GROUP + j - far){step}
-    at2 = base2 + (above - far + j){step}
-    {p} = folded(
-        words,
-        plane,
-        tl.where(j < far, at2, tl.where(j < far + near, at1, at0)),
-        j,
-        live,
-        call,
-        far + near + own,
+
+
+def _results(program: Program, layout: Layout) -> str:
+    """From the scan of tile ``k`` and the state ``p`` in front of it to what is stored."""
+    if not _by_masses(program, layout):
+        return f"{_after(program, 'p', 'k > 0')}\n{_stores(program, layout)}"
+    return "\n".join(
+        [
+            'p0 = tl.where(k > 0, p0, float("-inf"))',
+            scan_logsumexp.carried("p", False),
+            "if plain:",
+            indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
+            "else:",
+            "    " + _exactly(program, layout, "p", "k", "k > 0", True),
+        ]
     )
-for w in range(0, above // GROUP):
-    turn = above // GROUP - 1 - w
-    {u} = folded(words, plane, base2 + (turn * GROUP + j){step}, j, live, call, GROUP)
-    {g} = combine({u}, {p})
-{_indented(joined)}"""
 
 
 def _shared(program: Program, layout: Layout) -> str:
-    """Tiles of one scan are many programs'."""
+    """Tiles of one scan are many programs'. One that waits in vain goes through the tiles from the
+    first that is late to its own, announces of each what its program would have, and begins again
+    with its own: code of its own, so that what rarely runs takes no registers of what always does.
+    """
     window = "" if layout.axis else "[:, None]"
-    head = f"""tiles = tl.cdiv(length, size)
-groups = tl.cdiv(tiles, GROUP)
-supers = tl.cdiv(groups, GROUP)
+    e, p = leaves("e", program), leaves("p", program)
+    head = f"""size = tl.full([], TIME, tl.int64)
+tiles = tl.cdiv(length, size)
 blocks = tl.cdiv(lanes, LANES)
-plane = lanes * (tiles + groups + supers)
-words = workspace + 32
+words = workspace + 0
+call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
-base = tl.load(workspace + 16)
-call = tl.load(workspace + 17) + 1
-ticket = take(workspace, base, call, tiles * blocks - 1)"""
-    scanned = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
+number = tl.program_id(0).to(tl.int64)"""
+
+    def given(k: str) -> str:
+        return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {e}, GROUP"
+
+    def scanned(k: str) -> str:
+        loaded = [_place(program, layout, k), _loads(program, layout), _states(program)]
+        return "\n".join([*loaded, _total(program, layout, k)])
+
+    results = _results(program, layout)
     parts = [
         head,
         _lanes(layout),
-        _place(program, layout),
-        _loads(program, layout),
-        _states(program),
-        *scanned,
-        _before(program, layout),
-        _after(program, "p", "k > 0"),
-        _stores(program, layout),
+        scanned("k"),
+        f"announced({given('k')})",
+        f"{p}, late = before({given('k')}, DEPTH, SUPERS)",
+        "if late == k:",
+        indented(results),
+        f"    closed({given('k')})",
+        "else:",
+        "    while late < k:",
+        "        for turn in range(late, k + 1):",
+        indented(scanned("turn"), 12),
+        f"            announced({given('turn')})",
+        f"            closed({given('turn')})",
+        f"        {p}, late = before({given('k')}, DEPTH, SUPERS)",
+        indented(scanned("k")),
+        indented(results),
     ]
     return "\n".join(parts)
 
@@ -394,23 +389,29 @@ def text(program: Program, layout: Layout) -> str:
     pointers = [*_names(program)]
     numbers = [n for n in arguments(program, layout) if n not in pointers]
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
-    constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(layout))
+    constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(program, layout))
     body = _shared(program, layout) if layout.shared else _looped(program, layout)
     time = "" if layout.flat else "[None, :]" if layout.axis else "[:, None]"
-    head = f"size = tl.full([], TIME, tl.int64)\ntime = tl.arange(0, TIME){time}"
+    head = f"time = tl.arange(0, TIME){time}"
     parts = [_combine(program)]
+    if _by_masses(program, layout):
+        parts.append(_exact(program, layout))
     if layout.shared:
-        parts += [_publish(program), _folded(program, layout)]
+        parts += [publish(program), folded(program, layout)]
+        parts += [announced(program, layout), before(program, layout)]
     name = f"scan_{'rows' if layout.axis else 'columns'}"
+    # a kernel for all calls, whatever their numbers
+    entry = '@triton.jit(do_not_specialize=["call"])' if layout.shared else "@triton.jit"
     parts.append(
-        f"@triton.jit\ndef {name}({given}, {constants}):\n{_indented(head)}\n{_indented(body)}\n"
+        f"{entry}\ndef {name}({given}, {constants}):\n{indented(head)}\n{indented(body)}\n"
     )
     return "\n\n".join(parts)
 
 
-def constants_of(layout: Layout) -> list[str]:
+def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
-    return ["LANES", "TIME", *(["GROUP", "WINDOW"] if layout.shared else [])]
+    shared = ["GROUP", "DEPTH", "SUPERS", "WINDOW", "PATIENCE"] if layout.shared else []
+    return ["LANES", "TIME", *shared, *(["PIECE"] if _by_masses(program, layout) else [])]
 
 
 @functools.cache
