@@ -222,6 +222,18 @@ def _tile(name: str, layout: Layout, size: int) -> str:
     return "\n".join(lines)
 
 
+Q_LATE = False
+
+
+def _queries(layout: Layout, base: str = "q_base") -> str:
+    lines = []
+    for i, piece in enumerate(pieces(layout.dim)):
+        place, there = _place(piece, "[None, :]")
+        mask = f"lives[:, None]{there}"
+        lines.append(f"q{i}_tile = tl.load({base}[:, None] + {place}, mask={mask}, other=0.0)")
+    return "\n".join(lines)
+
+
 def _scores(layout: Layout) -> str:
     lines = []
     for i in range(len(pieces(layout.dim))):
@@ -295,6 +307,7 @@ def _body(program: Program, layout: Layout) -> str:
         "there = (key >= low) & (key < high)",
         "page = coming" if layout.pages else "",
         _page(program, layout, "coming", "(block + 1)", "block + 1 < last"),
+        _queries(layout, "(q_base + tl.minimum(block, 0) * 64)") if Q_LATE else "",
         _tile("k", layout, layout.dim),
         _tile("v", layout, layout.value_dim),
         _scores(layout),
@@ -327,10 +340,8 @@ def _head(program: Program, layout: Layout, numbers: str) -> str:
         "query_head = (inner * group).to(tl.int32) + packed % group",
         "q_base = q_ptr + b * q_b + row.to(tl.int64) * q_q + query_head.to(tl.int64) * q_h",
     ]
-    for i, piece in enumerate(pieces(layout.dim)):
-        place, there = _place(piece, "[None, :]")
-        mask = f"lives[:, None]{there}"
-        lines.append(f"q{i}_tile = tl.load(q_base[:, None] + {place}, mask={mask}, other=0.0)")
+    if not Q_LATE:
+        lines.append(_queries(layout))
     if layout.pages:
         lines.append("table = table_ptr + b * table_b")
         lines.append(_page(program, layout, "coming", "first", "first < last"))

@@ -21,13 +21,14 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @dataclass(frozen=True)
 class Tiling:
     """``block``: entries gathered at once; ``heads``: of a program; ``splits``: of a list, 0 to
-    have it chosen."""
+    have it chosen; ``width``: numbers of an entry that are one product."""
 
     block: int
     heads: int
     warps: int
     stages: int
     splits: int = 0
+    width: int = 128
 
 
 def _power(n: int) -> bool:
@@ -90,7 +91,8 @@ def attend(
         stats = torch.empty((lines, splits, heads, 2), dtype=wide, device=q.device)
     exact = "tf32x3" if q.dtype == torch.float32 and precision == "ieee" else "tf32"
     common: dict[str, Any] = {"DV": dv, "SPLITS": splits}
-    launched(gather_kernel, wrap_triton(gather_kernel), q, (lines * splits, of_heads))(
+    gather = gather_kernel(dv, dim - dv, min(chosen.width, dv))
+    launched(gather, wrap_triton(gather), q, (lines * splits, of_heads))(
         q, kv, indices, into, lse, stats, tokens, heads, kv.shape[1], topk, part, scale * LOG2E,
         *q.stride()[:3], *kv.stride()[:2], *indices.stride()[:2], *strides, REST=dim - dv,
         HEADS=chosen.heads, BLOCK=chosen.block, STAGES=chosen.stages, PRECISION=exact,
