@@ -29,15 +29,16 @@ def weights(score, q, k, inputs):
     return lse, out.unflatten(1, (kv_heads, heads // kv_heads))
 
 
-def judge(score, q, k, inputs, first_row, chosen=SMALL):
+def judge(score, q, k, inputs, first_row, chosen=SMALL, **more):
     lse, each = weights(score, q, k, inputs)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
     with launches_interpreted(launch, attention_documents):
         sums, again = (
             launch.columns(
-                q, k, lse.float(), inputs, score.numbers, score.program, "ieee", first_row, chosen
-            )
+                q, k, lse.float(), inputs, score.numbers, score.program, "ieee", first_row, chosen,
+                **more,
+            )  # fmt: skip
             for _ in range(2)
         )
     torch.use_deterministic_algorithms(before)
@@ -71,6 +72,14 @@ def test_a_group_is_summed_and_weights_of_a_row_are_one(heads):
     expected = torch.full((2, heads[1]), 28.0 * heads[0] / heads[1])
     assert lse.isfinite().all()
     torch.testing.assert_close(sums.sum(-1), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["causal", "learned bias"])
+def test_few_rows_by_a_pass_over_the_keys(name):
+    """Programs of two tiles and of one, for all heads of a group."""
+    score = SCORES[name]
+    q, k = draw(70, 70, 16, BF16, 4, 2)
+    judge(score, q, k, draw_inputs(score, 2, 4, 70, 70), 57, programs=8)
 
 
 def test_rows_that_keep_nothing_add_nothing():
