@@ -91,6 +91,21 @@ def attend(
         stats = torch.empty((lines, splits, heads, 2), dtype=wide, device=q.device)
     exact = "tf32x3" if q.dtype == torch.float32 and precision == "ieee" else "tf32"
     common: dict[str, Any] = {"DV": dv, "SPLITS": splits}
+    if chosen.stages == 0:
+        from . import sparse_attention_gluon as by_gluon
+
+        launched(by_gluon.gather_kernel, by_gluon.gather_kernel, q, (lines * splits, of_heads))(
+            q, kv, indices, into, stats, tokens, heads, kv.shape[1], topk, part, scale * LOG2E,
+            *q.stride()[:3], *kv.stride()[:2], *indices.stride()[:2], REST=dim - dv, ENTRIES=128,
+            HEADS=16, WIDTH=128, WARPS=chosen.warps, num_warps=chosen.warps, **common,
+        )  # fmt: skip
+        columns = min(dv, 128)
+        grid = (lines * heads * (dv // columns),)
+        launched(merge_kernel, wrap_triton(merge_kernel), q, grid)(
+            into, stats, out, lse, tokens, heads, *strides, COLUMNS=columns,
+            SLOTS=triton.next_power_of_2(splits), num_warps=4, **common,
+        )  # fmt: skip
+        return out, lse
     gather = gather_kernel(dv, dim - dv, min(chosen.width, dv))
     launched(gather, wrap_triton(gather), q, (lines * splits, of_heads))(
         q, kv, indices, into, lse, stats, tokens, heads, kv.shape[1], topk, part, scale * LOG2E,
