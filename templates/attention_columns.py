@@ -6,9 +6,9 @@ A program owns BLOCK_N keys of one group and goes through the rows of all heads 
 the log-sum-exp that the forward left; values are not read. One program adds in one order, so sums
 are the same in every run. Tiles are [keys, rows], so that rows are added within threads.
 
-Of few rows ("few") that is a program per tile of keys which waits for it, uses it once and ends. Then
-a program goes through ``each`` of them, the next ones on their way meanwhile; the last heads come
-first, whose keys a forward in front has left in L2.
+Of few rows ("few") that is a program per tile of keys, which waits for it, uses it once and ends.
+Then a program goes through ``each`` of them, the next ones on their way meanwhile; the last heads
+come first, whose keys a forward in front has left in L2.
 """
 
 from __future__ import annotations

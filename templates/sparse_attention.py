@@ -19,12 +19,11 @@ import triton.language as tl
 from .attention_text import kernel_of
 from .dependent import in_turn
 
-
-_ARGUMENTS = """
-    Q KV INDICES OUT LSE STATS tokens heads entries topk part scale q_b q_t q_h kv_b kv_s i_b i_t
-    out_b out_t out_h
-""".split()
-_CONSTANTS = "DV REST HEADS BLOCK SPLITS STAGES PRECISION PDL".split()
+_ARGUMENTS = [
+    "Q", "KV", "INDICES", "OUT", "LSE", "STATS", "tokens", "heads", "entries", "topk", "part",
+    "scale", "q_b", "q_t", "q_h", "kv_b", "kv_s", "i_b", "i_t", "out_b", "out_t", "out_h",
+]  # fmt: skip
+_CONSTANTS = ["DV", "REST", "HEADS", "BLOCK", "SPLITS", "STAGES", "PRECISION", "PDL"]
 
 _BODY = """scale = tl.cast(scale, tl.float32)
 split = tl.program_id(0) % SPLITS

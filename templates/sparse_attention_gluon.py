@@ -19,18 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .dependent import in_turn
 
-ENTRIES = 128
-HEADS = 16
-WIDTH = 128
-WARPS = 8
-
 
 @gluon.jit
 def gather_kernel(
     Q, KV, INDICES, OUT, STATS, tokens, heads, entries, topk, part, scale, q_b, q_t, q_h, kv_b,
     kv_s, i_b, i_t, DV: gl.constexpr, REST: gl.constexpr, ENTRIES: gl.constexpr,
-    HEADS: gl.constexpr, WIDTH: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
-    WARPS: gl.constexpr,
+    HEADS: gl.constexpr, WIDTH: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """o of the parts [B T, splits, H, dv] in fp32, not yet divided, and their m, l in ``STATS``
     [B T, splits, H, 2]. ``scale`` is in units of log 2."""
@@ -46,13 +41,13 @@ def gather_kernel(
     t = line % tokens
     first = split * part
     last = gl.minimum(first + part, topk)
-    head = gl.program_id(1) * HEADS
     kv = gl.allocate_shared_memory(dtype, [slabs, ENTRIES, WIDTH], wide)
     queries = gl.allocate_shared_memory(dtype, [slabs, HEADS, WIDTH], wide)
-    in_turn(PDL)
+    if PDL:
+        in_turn(PDL)
     j = gl.arange(0, ENTRIES, layout=gl.SliceLayout(1, copies))
     at = gl.load(INDICES + b * i_b + t * i_t + first + j, mask=first + j < last, other=-1)
-    row = head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, copies))
+    row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, copies))
     d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, copies))
     e = gl.arange(0, REST if REST else 64, layout=gl.SliceLayout(0, copies))
     q_at = Q + b * q_b + t * q_t + gl.expand_dims(row * q_h, 1)
@@ -93,7 +88,7 @@ def gather_kernel(
     weights = gl.allocate_shared_memory(dtype, [ENTRIES, HEADS], narrow, p.to(dtype))
     fence_async_shared()
     gl.thread_barrier()
-    column = head + gl.arange(0, HEADS, layout=gl.SliceLayout(0, products))
+    column = gl.arange(0, HEADS, layout=gl.SliceLayout(0, products))
     slot = (line * SPLITS + split) * heads + column
     gl.store(STATS + slot * 2, m, mask=column < heads)
     gl.store(STATS + slot * 2 + 1, sums, mask=column < heads)

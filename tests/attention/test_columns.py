@@ -36,9 +36,17 @@ def judge(score, q, k, inputs, first_row, chosen=SMALL, **more):
     with launches_interpreted(launch, attention_documents):
         sums, again = (
             launch.columns(
-                q, k, lse.float(), inputs, score.numbers, score.program, "ieee", first_row, chosen,
+                q,
+                k,
+                lse.float(),
+                inputs,
+                score.numbers,
+                score.program,
+                "ieee",
+                first_row,
+                chosen,
                 **more,
-            )  # fmt: skip
+            )
             for _ in range(2)
         )
     torch.use_deterministic_algorithms(before)
