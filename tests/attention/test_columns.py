@@ -34,21 +34,8 @@ def judge(score, q, k, inputs, first_row, chosen=SMALL, **more):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
     with launches_interpreted(launch, attention_documents):
-        sums, again = (
-            launch.columns(
-                q,
-                k,
-                lse.float(),
-                inputs,
-                score.numbers,
-                score.program,
-                "ieee",
-                first_row,
-                chosen,
-                **more,
-            )
-            for _ in range(2)
-        )
+        given = q, k, lse.float(), inputs, score.numbers, score.program, "ieee", first_row, chosen
+        sums, again = (launch.columns(*given, **more) for _ in range(2))
     torch.use_deterministic_algorithms(before)
     right = each[:, :, :, first_row:].sum((2, 3))
     assert torch.equal(sums, again) and sums.dtype == FP32
