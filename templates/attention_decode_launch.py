@@ -118,7 +118,7 @@ def decode(
     pages = "" if not paged else "many" if page_size % chosen.block else "one"
     # Pieces of 64 numbers are copied without a register in between; large heads fill the memory.
     again = rows * group <= 16 and pieces(dim)[-1].size >= 64
-    again = again and (dim + value_dim) * q.itemsize <= 1024
+    again = again and q.itemsize == 2 and dim + value_dim <= 512
     layout = attention_decode.Layout(
         dim, value_dim, lengths is not None, pages, chosen.keys_first and q.itemsize == 2, again
     )
