@@ -65,7 +65,7 @@ k0 = k_start
 k1 = tl.minimum(k_start + BLOCK_N, columns) - 1
 ql = tl.arange(0, BLOCK_M)[None, :]
 kl = tl.arange(0, BLOCK_N)[:, None]
-sums = tl.zeros([BLOCK_N], tl.float32)"""
+weights = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)"""
 
 _PLACE_OF_FEW = """parts = tl.cdiv(tl.cdiv(columns, BLOCK_N), each)
 part = tl.program_id(0) % parts
@@ -116,9 +116,9 @@ def _body(program: Program, layout: Layout, full: bool) -> str:
     lines += [
         "at = q_start + tl.arange(0, BLOCK_M)",
         *lse,
-        # A row that keeps nothing adds nothing.
-        f'lse = tl.where(lse == float("-inf"), float("inf"), lse * {LOG2E!r})',
-        "sums += tl.sum(tl.math.exp2(r - lse[None, :]), 1)",
+        # Finite, so that a row that keeps nothing, whose scores are -inf, adds nothing.
+        f"lse = tl.maximum(lse * {LOG2E!r}, -3e38, propagate_nan=tl.PropagateNan.ALL)",
+        "p = tl.math.exp2(r - lse[None, :])",
     ]
     return joined(*lines)
 
@@ -141,8 +141,10 @@ def body(program: Program, layout: Layout) -> str:
         layout.k.at(head="bg % groups"),
         *_keys(layout),
         tiles.head,
-        tiles.full(_body(program, layout, True), turns="group"),
-        tiles.partial(_body(program, layout, False), turns="group"),
+        # Added up over the rows of a tile only once.
+        tiles.full(joined(_body(program, layout, True), "weights += p"), turns="group"),
+        tiles.partial(joined(_body(program, layout, False), "weights += p"), turns="group"),
+        "sums = tl.sum(weights, 1)",
         _STORE,
     )
 
@@ -152,8 +154,8 @@ def _body_of_few(program: Program, layout: Layout) -> str:
         "turn = step % group",
         "k_start = first_key + step // group * BLOCK_N",
         *_keys(layout),
-        "sums = tl.where(turn == 0, 0.0, sums)",
         _body(program, layout, False),
+        "sums = tl.where(turn == 0, 0.0, sums) + tl.sum(p, 1)",
         _STORE.replace("at_k < columns", "(at_k < columns) & (turn == group - 1)"),
     )
     return joined(
