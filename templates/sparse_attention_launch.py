@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch.library import wrap_triton
 
-from . import sparse_attention_gluon_launch as sparse_attention_gluon
 from .attention_program import LOG2E
 from .dependent import launched
 from .sparse_attention import gather_kernel, merge_kernel
@@ -60,10 +60,10 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _splits(lines: int, topk: int, block: int, processors: int) -> int:
+def _splits(lines: int, topk: int, block: int, device: torch.device) -> int:
     """Parts of a list, so that there is about one program for each multiprocessor, which has two
     blocks to gather, one while it computes on the other."""
-    return max(min(processors // max(lines, 1), triton.cdiv(topk, 2 * block), 32), 1)
+    return max(min(_processors(device) // max(lines, 1), triton.cdiv(topk, 2 * block), 32), 1)
 
 
 def attend(
@@ -80,45 +80,29 @@ def attend(
         return out, lse
     q, kv, indices = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, kv, indices))
     lines, strides = batch * tokens, out.stride()[:3]
-    processors = _processors(q.device)
-    short = None if chosen else sparse_attention_gluon.shape(q, kv, dv, lines, topk, processors)
-    if short:
-        splits = triton.cdiv(topk, short.entries)
-        into, stats = _parts(q, lines, splits, heads, dv)
-        kernel, given = sparse_attention_gluon.launch(
-            q, kv, indices, into, stats, scale * LOG2E, short
-        )
-        launched(kernel, wrap_triton(kernel), q, (lines * splits,))(**given)
-    else:
-        chosen = chosen or tiling(q.dtype, dim, heads)
-        of_heads = triton.cdiv(heads, chosen.heads)
-        splits = chosen.splits or _splits(lines * of_heads, topk, chosen.block, processors)
-        part = triton.cdiv(triton.cdiv(topk, splits), chosen.block) * chosen.block
-        splits = max(triton.cdiv(topk, part), 1) if part else 1
-        into, stats = _parts(q, lines, splits, heads, dv) if splits > 1 else (out, None)
-        exact = "tf32x3" if q.dtype == torch.float32 and precision == "ieee" else "tf32"
-        gather = gather_kernel(dv, dim - dv, min(chosen.width, dv))
-        launched(gather, wrap_triton(gather), q, (lines * splits, of_heads))(
-            q, kv, indices, into, lse, stats, tokens, heads, kv.shape[1], topk, part,
-            scale * LOG2E, *q.stride()[:3], *kv.stride()[:2], *indices.stride()[:2], *strides,
-            DV=dv, REST=dim - dv, HEADS=chosen.heads, BLOCK=chosen.block, SPLITS=splits,
-            STAGES=chosen.stages, PRECISION=exact, num_warps=chosen.warps,
-        )  # fmt: skip
+    chosen = chosen or tiling(q.dtype, dim, heads)
+    of_heads = triton.cdiv(heads, chosen.heads)
+    splits = chosen.splits or _splits(lines * of_heads, topk, chosen.block, q.device)
+    part = triton.cdiv(triton.cdiv(topk, splits), chosen.block) * chosen.block
+    splits = max(triton.cdiv(topk, part), 1) if part else 1
+    into, stats, wide = out, None, torch.float32
+    if splits > 1:
+        into = torch.empty((lines, splits, heads, dv), dtype=wide, device=q.device)
+        stats = torch.empty((lines, splits, heads, 2), dtype=wide, device=q.device)
+    exact = "tf32x3" if q.dtype == torch.float32 and precision == "ieee" else "tf32"
+    common: dict[str, Any] = {"DV": dv, "SPLITS": splits}
+    gather = gather_kernel(dv, dim - dv, min(chosen.width, dv))
+    launched(gather, wrap_triton(gather), q, (lines * splits, of_heads))(
+        q, kv, indices, into, lse, stats, tokens, heads, kv.shape[1], topk, part, scale * LOG2E,
+        *q.stride()[:3], *kv.stride()[:2], *indices.stride()[:2], *strides, REST=dim - dv,
+        HEADS=chosen.heads, BLOCK=chosen.block, STAGES=chosen.stages, PRECISION=exact,
+        num_warps=chosen.warps, **common,
+    )  # fmt: skip
     if splits > 1:
         columns = min(dv, 128)
         grid = (lines * heads * (dv // columns),)
         launched(merge_kernel, wrap_triton(merge_kernel), q, grid)(
-            into, stats, out, lse, tokens, heads, *strides, DV=dv, COLUMNS=columns, SPLITS=splits,
-            SLOTS=triton.next_power_of_2(splits), num_warps=4,
+            into, stats, out, lse, tokens, heads, *strides, COLUMNS=columns,
+            SLOTS=triton.next_power_of_2(splits), num_warps=4, **common,
         )  # fmt: skip
     return out, lse
-
-
-def _parts(
-    q: torch.Tensor, lines: int, splits: int, heads: int, dv: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for o, and for m and l, of the parts of all lists."""
-    return tuple(
-        torch.empty((lines, splits, heads, n), dtype=torch.float32, device=q.device)
-        for n in (dv, 2)
-    )

@@ -37,9 +37,6 @@ def gluon_binary(kernel: Any, arguments: dict[str, Any]) -> GluonBinary:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         else:
             signature[parameter.name] = _type(value, (i,), constants, attributes)
-            divisible = type(value) is int and value % 16 == 0
-            if divisible and not parameter.do_not_specialize:
-                attributes[(i,)] = [["tt.divisibility", 16]]
     source = private("triton.experimental.gluon._runtime:GluonASTSource")(
         kernel, signature, constants, attributes
     )

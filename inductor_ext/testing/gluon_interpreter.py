@@ -4,9 +4,8 @@ The module that defines the kernel is executed again with stand-ins for ``triton
 tiles are CPU tensors without a layout, ``mbarrier`` counts arrivals and bytes by phases, copies are
 done by a thread of their own some time after they were started, and a product that is not waited
 for yet checks at its wait that nobody has written to its operands. A wait that takes seconds, an
-operand that was overwritten, and a buffer that two programs share are errors. Copies
-by threads (``async_copy``) are done when their group is waited for. What the emulation knows is
-what ``attention_gluon`` and ``sparse_attention_gluon`` use.
+operand that was overwritten, and a buffer that two programs share are errors. What the emulation
+knows is what ``attention_gluon`` uses.
 """
 
 from __future__ import annotations
@@ -152,11 +151,7 @@ class Shared:
         return Tile(self.memory.clone(), layout)
 
 
-def _allocate(
-    dtype: torch.dtype, shape: Sequence[int], layout: Any, value: Tile | None = None
-) -> Shared:
-    if value is not None:
-        return Shared(value.value.clone())
+def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
     if dtype == torch.int64:
         return Shared([Barrier() for _ in range(shape[0])])
     poison = torch.nan if dtype.is_floating_point else -1
@@ -188,15 +183,13 @@ class Descriptor:
 class Pointer:
     def __init__(self, flat: torch.Tensor, offset: Any = 0) -> None:
         self.flat, self.offset = flat, offset
-        self.dtype = SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.flat, offset + self.offset)
 
 
 def _store(pointer: Pointer, value: Tile, mask: Tile) -> None:
-    at, given, there = torch.broadcast_tensors(pointer.offset.value, value.value, mask.value)
-    pointer.flat[at[there]] = given[there]
+    pointer.flat[pointer.offset.value[mask.value]] = value.value[mask.value]
 
 
 def _load(pointer: Pointer, mask: Tile | None = None, other: float = 0) -> Any:
@@ -275,9 +268,9 @@ class _Language(ModuleType):
 
     def __init__(self, program: int, programs: int) -> None:
         super().__init__("gl")
-        layouts = {n: (lambda *a, **_: a) for n in (
+        layouts = {n: (lambda *a: a) for n in (
             "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout",
-            "SwizzledSharedLayout", "NVMMASharedLayout",
+            "SwizzledSharedLayout",
         )}  # fmt: skip
         dtypes = {n: getattr(torch, n) for n in (
             "float32", "bfloat16", "float16", "int16", "int32", "int64", 
@@ -310,7 +303,6 @@ class _Language(ModuleType):
             allocate_shared_memory=_allocate,
             inline_asm_elementwise=_asm,
             store=_store,
-            thread_barrier=lambda: None,
             warp_specialize=_specialize,
         )  # fmt: skip
 
@@ -335,26 +327,6 @@ def _specialize(
     if errors:
         # A partition that failed leaves the others waiting: theirs are not the cause.
         raise min(errors, key=lambda e: isinstance(e, TimeoutError))
-
-
-class _Groups:
-    """``async_copy``: copies of a group are done when it is waited for, and not before."""
-
-    def __init__(self) -> None:
-        self.open: list[Any] = []
-        self.committed: list[list[Any]] = []
-
-    def async_copy_global_to_shared(self, shared: Shared, pointer: Pointer, mask: Tile) -> None:
-        self.open.append((shared, pointer, mask))
-
-    def commit_group(self) -> None:
-        self.committed.append(self.open)
-        self.open = []
-
-    def wait_group(self, outstanding: int) -> None:
-        while len(self.committed) > outstanding:
-            for shared, pointer, mask in self.committed.pop(0):
-                shared.memory.copy_(_load(pointer, mask).value)
 
 
 class _Copies:
@@ -393,7 +365,6 @@ def _init(barrier: Barrier, count: int) -> None:
 def _standing_in(language: ModuleType, copies: _Copies) -> Iterator[None]:
     jit = lambda fn=None, **_: fn if fn is not None else (lambda f: f)  # noqa: E731
     hopper = {
-        "async_copy": _Groups(),
         "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(
             init=_init,

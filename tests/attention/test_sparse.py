@@ -1,20 +1,15 @@
 """Attention over lists of entries: the kernels in the interpreter and the operation, by fp64."""
 
 import contextlib
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from inductor_ext.templates import sparse_attention_gluon_launch as by_gluon
 from inductor_ext.templates import sparse_attention_launch as launch
 
 from inductor_ext import measure, ops
 from inductor_ext.ops import _sparse_attention
 from inductor_ext.testing import launch_binaries, launches_interpreted
-from inductor_ext.testing.gluon import gluon_binary
-from inductor_ext.testing.gluon_interpreter import interpret
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -213,91 +208,3 @@ def test_binaries():
     assert "wgmma" in gather.ptx and gather.widest_load == 16 and "cp.async" in gather.ptx
     # Blocks of entries, each there once, beside the queries and the probabilities.
     assert gather.shared_bytes <= 2 * 32 * 576 * 2 + (24 << 10)
-
-
-# --- short lists on Hopper ------------------------------------------------------------------------
-
-
-def gluon_kernel():
-    """The kernel, of the module as it is executed now."""
-    name = f"{by_gluon.__package__}.sparse_attention_gluon"
-    spec = importlib.util.spec_from_file_location(
-        name, Path(by_gluon.__file__).with_name("sparse_attention_gluon.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.gather_kernel
-
-
-@contextlib.contextmanager
-def emulated(chosen):
-    """Lists go to the Gluon kernel, emulated; the merge is interpreted."""
-
-    def launched(kernel, wrapped, x, grid):
-        if kernel is merge:
-            return before(kernel, wrapped, x, grid)
-        return lambda **given: interpret(gluon_kernel, grid[0], given | {"PDL": False})
-
-    before, merge = launch.launched, launch.merge_kernel
-    with kernels(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_gluon, "_kernel", lambda: None)
-        patch.setattr(launch, "launched", launched)
-        patch.setattr(by_gluon, "available", lambda: True)
-        patch.setattr(by_gluon, "_hopper", lambda device: True)
-        patch.setattr(by_gluon, "SHAPES", (chosen,))
-        yield
-
-
-@pytest.mark.parametrize(
-    ("H", "D", "d_v", "K", "dtype", "chosen"),
-    [
-        (4, 576, 512, 300, BF16, by_gluon.Shape(128, 8)),
-        (5, 128, 128, 130, FP16, by_gluon.Shape(64, 4)),
-    ],
-)
-def test_short_lists(H, D, d_v, K, dtype, chosen):
-    q, kv, indices = draw(3, H, D, 100, K, dtype)
-    indices[0, :128], indices[1, 7] = -1, 100
-    with emulated(chosen):
-        out, lse = ops.sparse_attention(q, kv, indices, scale=0.1, d_v=d_v, return_lse=True)
-    assert out[1].isnan().all() and lse[1].isnan().all()
-    judge((out[::2], lse[::2]), q[::2], kv, indices[::2], 0.1, d_v)
-
-
-def test_what_is_short():
-    """One program at most for each of 132 multiprocessors; else blocks, one behind the other."""
-
-    def shape(lines=8, topk=2048, heads=16, dim=576, dv=512, stride=576, dtype=BF16):
-        q = torch.empty(1, lines, heads, dim, dtype=dtype, device="meta")
-        kv = torch.empty(1, 9, stride, dtype=dtype, device="meta")[..., :dim]
-        return by_gluon.shape(q, kv, dv, lines, topk, 132)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_gluon, "available", lambda: True)
-        patch.setattr(by_gluon, "_hopper", lambda device: True)
-        assert shape() == by_gluon.Shape(128, 8) and shape(lines=4) == by_gluon.Shape(64, 4)
-        nothing = (
-            {"lines": 9}, {"topk": 64}, {"heads": 17}, {"dim": 544}, {"dv": 64, "dim": 64},
-            {"stride": 584}, {"dtype": FP32},
-        )  # fmt: skip
-        assert all(shape(**given) is None for given in nothing)
-
-
-@pytest.mark.skipif(not by_gluon.available(), reason="no Gluon kernels for this Triton")
-@pytest.mark.parametrize("chosen", by_gluon.SHAPES)
-def test_gluon_binary(chosen):
-    def meta(*sizes, dtype=BF16):
-        return torch.empty(sizes, dtype=dtype, device="meta")
-
-    splits = 2048 // chosen.entries
-    parts = (meta(8, splits, 16, n, dtype=FP32) for n in (512, 2))
-    kernel, given = by_gluon.launch(
-        meta(1, 8, 16, 576), meta(1, 65536, 576), meta(1, 8, 2048, dtype=torch.int32), *parts, 0.1,
-        chosen,
-    )  # fmt: skip
-    found = gluon_binary(kernel, given | {"PDL": True}).binary
-    assert found.spills == 0 and found.shared_bytes <= 227 << 10 and found.registers <= 128
-    # All entries are asked for in front of the first wait, 16 bytes at a time.
-    ahead = found.ptx[: found.ptx.index("cp.async.wait_group")]
-    assert ahead.count("cp.async.cg") == found.ptx.count("cp.async.cg")
-    assert "wgmma" in found.ptx and "griddepcontrol.wait" in found.ptx
