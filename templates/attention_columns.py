@@ -28,7 +28,8 @@ CONSTANTS = ["BLOCK_M", "BLOCK_N", "STAGES"]
 @dataclass(frozen=True)
 class Layout:
     """The operands, the ``precision`` of products of fp32, and what is read by descriptors: inputs,
-    and the log-sum-exp (``lse``). ``few``: the rows from ``first_row`` on are at most BLOCK_M."""
+    and the log-sum-exp (``lse``). ``few``: the rows from ``first_row`` on are at most BLOCK_M;
+    ``alone``: those of a group's only head, which stay."""
 
     q: Operand
     k: Operand
@@ -36,6 +37,7 @@ class Layout:
     described: tuple[int, ...] = ()
     lse: bool = False
     few: bool = False
+    alone: bool = False
 
 
 def few(program: Program) -> bool:
@@ -86,9 +88,8 @@ def _keys(layout: Layout) -> list[str]:
     ]
 
 
-def _body(program: Program, layout: Layout, full: bool) -> str:
-    count = range(len(layout.q.pieces))
-    options = f', input_precision="{layout.precision}"' if layout.precision else ""
+def _rows(program: Program, layout: Layout, full: bool) -> str:
+    """A tile of rows of head ``turn`` of the group: ``qt0, ...`` and ``lse``, in units of log 2."""
     limit = "" if full else "rows"
     inside = "" if full else "(at >= first_row) & (at < rows)"
     if layout.lse:
@@ -98,11 +99,26 @@ def _body(program: Program, layout: Layout, full: bool) -> str:
         where = "lse_ptr + tl.cast(b * heads + h, tl.int64) * rows + at"
         mask = "" if full else f", {inside}, other=float('inf')"
         lse = [f"lse = tl.load({where}{mask})"]
-    lines = [
+    return joined(
         "h = bg % groups * group + turn",
         layout.q.at(),
         text.inputs_at(program, described=layout.described),
-        *(f"qt{i} = {layout.q.load(i, 'q_start', 'BLOCK_M', limit)}" for i in count),
+        *(
+            f"qt{i} = {layout.q.load(i, 'q_start', 'BLOCK_M', limit)}"
+            for i in range(len(layout.q.pieces))
+        ),
+        "at = q_start + tl.arange(0, BLOCK_M)",
+        *lse,
+        # Finite, so that a row that keeps nothing, whose scores are -inf, adds nothing.
+        f"lse = tl.maximum(lse * {LOG2E!r}, -3e38, propagate_nan=tl.PropagateNan.ALL)",
+    )
+
+
+def _weights(program: Program, layout: Layout, full: bool) -> str:
+    """``p`` of the tile of rows and the tile of keys."""
+    count = range(len(layout.q.pieces))
+    options = f', input_precision="{layout.precision}"' if layout.precision else ""
+    lines = [
         f"s = {text.product([f'kt{i}' for i in count], [f'qt{i}.T' for i in count], options)}",
         "q = q_start + ql",
         "k = k_start + kl",
@@ -113,14 +129,7 @@ def _body(program: Program, layout: Layout, full: bool) -> str:
     ]
     if program.keep and not full:
         lines += [program.keep, 'r = tl.where(keep, r, float("-inf"))']
-    lines += [
-        "at = q_start + tl.arange(0, BLOCK_M)",
-        *lse,
-        # Finite, so that a row that keeps nothing, whose scores are -inf, adds nothing.
-        f"lse = tl.maximum(lse * {LOG2E!r}, -3e38, propagate_nan=tl.PropagateNan.ALL)",
-        "p = tl.math.exp2(r - lse[None, :])",
-    ]
-    return joined(*lines)
+    return joined(*lines, "p = tl.math.exp2(r - lse[None, :])")
 
 
 _STORE = """at_k = k_start + tl.arange(0, BLOCK_N)
@@ -135,26 +144,32 @@ def body(program: Program, layout: Layout) -> str:
         program.column_spans, "q", "rows", "BLOCK_M", least="first_row",
         hull="doc" if program.documents else "",
     )  # fmt: skip
+    # Added up over the rows of a tile only once.
+    full, partial = (
+        joined(_rows(program, layout, f), _weights(program, layout, f), "weights += p")
+        for f in (True, False)
+    )
     return joined(
         _PLACE,
         hull("doc", "tile") if program.documents else "",
         layout.k.at(head="bg % groups"),
         *_keys(layout),
         tiles.head,
-        # Added up over the rows of a tile only once.
-        tiles.full(joined(_body(program, layout, True), "weights += p"), turns="group"),
-        tiles.partial(joined(_body(program, layout, False), "weights += p"), turns="group"),
+        tiles.full(full, turns="group"),
+        tiles.partial(partial, turns="group"),
         "sums = tl.sum(weights, 1)",
         _STORE,
     )
 
 
 def _body_of_few(program: Program, layout: Layout) -> str:
+    rows = _rows(program, layout, False)
     step = joined(
-        "turn = step % group",
+        "" if layout.alone else "turn = step % group",
         "k_start = first_key + step // group * BLOCK_N",
         *_keys(layout),
-        _body(program, layout, False),
+        "" if layout.alone else rows,
+        _weights(program, layout, False),
         "sums = tl.where(turn == 0, 0.0, sums) + tl.sum(p, 1)",
         _STORE.replace("at_k < columns", "(at_k < columns) & (turn == group - 1)"),
     )
@@ -163,6 +178,7 @@ def _body_of_few(program: Program, layout: Layout) -> str:
         # A descriptor's rows begin at 16 bytes.
         "q_start = first_row // 4 * 4" if layout.lse else "q_start = first_row",
         layout.k.at(head="bg % groups"),
+        joined("turn = 0", rows) if layout.alone else "",
         f"for step in tl.range(0, count * group, num_stages=STAGES):\n{text.indented(step)}",
     )
 

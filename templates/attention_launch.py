@@ -189,7 +189,7 @@ def columns(
     lines = lse.flatten(0, 1)
     layout = attention_columns.Layout(
         operand("q", q), operand("k", k), products(q.dtype, precision), described, by_tma(lines),
-        few,
+        few, few and heads == groups,
     )  # fmt: skip
     blocks = chosen.block_m, chosen.block_n
     values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)

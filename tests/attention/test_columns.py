@@ -69,11 +69,11 @@ def test_a_group_is_summed_and_weights_of_a_row_are_one(heads):
     torch.testing.assert_close(sums.sum(-1), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["causal", "learned bias"])
-def test_few_rows_by_a_pass_over_the_keys(name):
-    """Programs of two tiles and of one, for all heads of a group."""
+@pytest.mark.parametrize(("name", "kv_heads"), [("causal", 2), ("learned bias", 4)])
+def test_few_rows_by_a_pass_over_the_keys(name, kv_heads):
+    """Programs of two tiles and of one or three, for all heads of a group."""
     score = SCORES[name]
-    q, k = draw(70, 70, 16, BF16, 4, 2)
+    q, k = draw(70, 70, 16, BF16, 4, kv_heads)
     judge(score, q, k, draw_inputs(score, 2, 4, 70, 70), 57, programs=8)
 
 
