@@ -187,6 +187,7 @@ def columns(
     described = describable(program, inputs)
     few = rows - first_row <= chosen.block_m and attention_columns.few(program)
     lines = lse.flatten(0, 1)
+    step = rows if len(lines) > 1 else 16  # any, but a fit one
     layout = attention_columns.Layout(
         operand("q", q), operand("k", k), products(q.dtype, precision), described, by_tma(lines),
         few, few and heads == groups,
@@ -198,7 +199,7 @@ def columns(
         "group": heads // groups, "first_row": first_row,
     }  # fmt: skip
     values |= (
-        {"lse_desc": TensorDescriptor(lines, list(lines.shape), [rows, 1], [1, chosen.block_m])}
+        {"lse_desc": TensorDescriptor(lines, list(lines.shape), [step, 1], [1, chosen.block_m])}
         if layout.lse
         else {"lse_ptr": lse}
     )

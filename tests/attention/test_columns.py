@@ -83,6 +83,14 @@ def test_rows_that_keep_nothing_add_nothing():
     assert (lse == -torch.inf).any() and sums.isfinite().all()
 
 
+def test_one_head_of_any_length():
+    q, k, program = torch.randn(1, 1, 33, 16), torch.randn(1, 1, 40, 16), SCORES["scale"].program
+    lse = (q @ k.mT * program.scale).logsumexp(-1)
+    with launches_interpreted(launch):
+        found = launch.columns(q, k, lse, [], [], program, "ieee", 5, SMALL)
+    torch.testing.assert_close(found.sum(), torch.tensor(28.0), rtol=1e-5, atol=0)
+
+
 def test_nothing():
     q, k = draw(9, 9, 16, FP32)
     lse = torch.zeros(2, 4, 9)
