@@ -158,9 +158,9 @@ def columns_tiling(dtype: torch.dtype, d: int, rows: int = FEW + 1) -> Tiling:
     few = min(max(triton.next_power_of_2(rows), 16), FEW)
     if dtype == torch.float32:
         return Tiling(min(few, 32), 64, 4, 2) if d <= 128 else Tiling(16, 32, 4, 1)
-    if rows <= FEW and d <= 128:
-        return Tiling(few, 128, 4, 3)
-    return Tiling(64, 128, 4, 3) if d <= 128 else Tiling(64, 64, 4, 2)
+    if d > 128:
+        return Tiling(64, 64, 4, 2)
+    return Tiling(few, 64, 4, 3) if rows <= FEW else Tiling(64, 128, 4, 2)
 
 
 def columns(
