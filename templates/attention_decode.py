@@ -32,15 +32,13 @@ class Layout:
     """What a kernel is generated for. ``dim``, ``value_dim``: sizes of a head of k and of v.
     ``ragged``: sequences have lengths. ``pages``: "" where k and v are [B, Hkv, Sk, D]; else they
     are pages found by a table, and a block of keys lies in "one" of them or in "many".
-    ``keys_first``: tiles are keys x rows, so that the keys fill the 64 rows of a wgmma.
-    ``again``: the query rows are copied again with every block."""
+    ``keys_first``: tiles are keys x rows, so that the keys fill the 64 rows of a wgmma."""
 
     dim: int
     value_dim: int
     ragged: bool = False
     pages: str = ""
     keys_first: bool = False
-    again: bool = False
 
 
 def _numbers(program: Program) -> list[str]:
@@ -224,20 +222,6 @@ def _tile(name: str, layout: Layout, size: int) -> str:
     return "\n".join(lines)
 
 
-def _queries(layout: Layout) -> str:
-    """The query rows. Read once, in front of the loop, they are waited for before the first keys
-    are asked for. Few ones are read again with every block of keys, by copies that are on their
-    way together with those of the keys."""
-    # A multiple of 0 that is no constant, so that the load stays in the loop.
-    base = "(q_base + tl.minimum(block, 0) * 64)" if layout.again else "q_base"
-    lines = []
-    for i, piece in enumerate(pieces(layout.dim)):
-        place, there = _place(piece, "[None, :]")
-        mask = f"lives[:, None]{there}"
-        lines.append(f"q{i}_tile = tl.load({base}[:, None] + {place}, mask={mask}, other=0.0)")
-    return "\n".join(lines)
-
-
 def _scores(layout: Layout) -> str:
     lines = []
     for i in range(len(pieces(layout.dim))):
@@ -311,7 +295,6 @@ def _body(program: Program, layout: Layout) -> str:
         "there = (key >= low) & (key < high)",
         "page = coming" if layout.pages else "",
         _page(program, layout, "coming", "(block + 1)", "block + 1 < last"),
-        _queries(layout) if layout.again else "",
         _tile("k", layout, layout.dim),
         _tile("v", layout, layout.value_dim),
         _scores(layout),
@@ -346,8 +329,10 @@ def _head(program: Program, layout: Layout, numbers: str) -> str:
     ]
     if not layout.ragged:
         lines.append("in_turn(PDL)")
-    if not layout.again:
-        lines.append(_queries(layout))
+    for i, piece in enumerate(pieces(layout.dim)):
+        place, there = _place(piece, "[None, :]")
+        mask = f"lives[:, None]{there}"
+        lines.append(f"q{i}_tile = tl.load(q_base[:, None] + {place}, mask={mask}, other=0.0)")
     if layout.pages:
         lines.append("table = table_ptr + b * table_b")
         lines.append(_page(program, layout, "coming", "first", "first < last"))

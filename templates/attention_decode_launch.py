@@ -13,7 +13,6 @@ from torch.library import wrap_triton
 
 from . import attention_decode
 from .attention_program import Program
-from .attention_text import pieces
 from .dependent import launched
 
 ROWS = 64  # query rows of a KV head, at most
@@ -116,11 +115,8 @@ def decode(
     page_size = k.shape[1] if paged else 0
     capacity = block_table.shape[1] * page_size if block_table is not None else k.shape[2]
     pages = "" if not paged else "many" if page_size % chosen.block else "one"
-    # Pieces of 64 numbers are copied without a register in between; large heads fill the memory.
-    again = rows * group <= 16 and pieces(dim)[-1].size >= 64
-    again = again and q.itemsize == 2 and dim + value_dim <= 512
     layout = attention_decode.Layout(
-        dim, value_dim, lengths is not None, pages, chosen.keys_first and q.itemsize == 2, again
+        dim, value_dim, lengths is not None, pages, chosen.keys_first and q.itemsize == 2
     )
     decode_kernel, merge_kernel = attention_decode.kernels(program, layout)
 

@@ -158,15 +158,13 @@ def columns_tiling(dtype: torch.dtype, d: int, rows: int = FEW + 1) -> Tiling:
     few = min(max(triton.next_power_of_2(rows), 16), FEW)
     if dtype == torch.float32:
         return Tiling(min(few, 32), 64, 4, 2) if d <= 128 else Tiling(16, 32, 4, 1)
-    if d > 128:
-        return Tiling(64, 64, 4, 2)
-    return Tiling(few, 64, 4, 3) if rows <= FEW else Tiling(64, 128, 4, 2)
+    return Tiling(few, 64, 4, 4) if rows <= FEW and d <= 128 else Tiling(64, 64, 4, 2)
 
 
 def columns(
     q: Tensor, k: Tensor, lse: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
     program: Program, precision: str, first_row: int, chosen: Tiling | None = None,
-    programs: int = 528,
+    programs: int = 264,
 ) -> Tensor:  # fmt: skip
     """[B, Hkv, Sk] in fp32: sums of exp(score - lse) over the rows from ``first_row`` on and over
     the heads of a group.
