@@ -216,6 +216,18 @@ def moved(case: Case, tensors: dict[str, Any]) -> float:
     return 2 * case.dim * (2 * keys * case.kv_heads + 2 * queries)
 
 
+def copies(case: Case, tensors: dict[str, Any]) -> Any:
+    """Sets of inputs, of which what is read exceeds the L2: of a cache, what a list names or a
+    window keeps."""
+    import torch
+
+    from inductor_ext import measure
+
+    stored = sum(t.nbytes for t in tensors.values())
+    l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return measure.rotate(tuple(tensors.values()), int(l2 * stored / moved(case, tensors)))
+
+
 def error(case: Case, out: Any, t: dict[str, Any]) -> float:
     """The largest relative error of the norm, of the first head of the first sequence and the last
     of the last (of tokens' lists: the first and the last)."""
@@ -382,7 +394,7 @@ def main() -> None:
         if done <= args.resume:
             continue
         tensors = draw(case)
-        sets = measure.rotate(tuple(tensors.values()))
+        sets = copies(case, tensors)
         for i, (column, tiling) in enumerate(jobs):
             if done - len(jobs) + i < args.resume:
                 continue

@@ -354,6 +354,14 @@ def wants_measurement() -> bool:
     )
 
 
+def replays_graphs() -> bool:
+    """Whether this compile's program is meant to be replayed as a CUDA graph, where the time that a
+    call takes the host does not count."""
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
+
+
 def ahead_of_time() -> bool:
     """Whether the wrapper is C++ (AOTInductor or cpp_wrapper): a launch there has no attributes."""
     from torch._inductor import config

@@ -327,6 +327,8 @@ def _head(program: Program, layout: Layout, numbers: str) -> str:
         "query_head = (inner * group).to(tl.int32) + packed % group",
         "q_base = q_ptr + b * q_b + row.to(tl.int64) * q_q + query_head.to(tl.int64) * q_h",
     ]
+    if not layout.ragged:
+        lines.append("in_turn(PDL)")
     for i, piece in enumerate(pieces(layout.dim)):
         place, there = _place(piece, "[None, :]")
         mask = f"lives[:, None]{there}"
@@ -369,9 +371,10 @@ def _decode(program: Program, layout: Layout, numbers: str) -> str:
         "packed = tl.arange(0, ROWS)",
         "row = packed // group",
         "lives = packed < rows * group",
-        "" if layout.ragged else wait,
         "while (before < end) & (at < end):",
         indented(_head(program, layout, numbers)),
+        # In front of the first loads; here for a program that has none.
+        "" if layout.ragged else wait,
     ]
     return joined(*lines)
 

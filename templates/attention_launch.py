@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.library import wrap_triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import (
     attention_columns,
@@ -148,21 +149,28 @@ def forward(
     return out, lse
 
 
-def columns_tiling(dtype: torch.dtype, d: int) -> Tiling:
-    """What is launched for column sums of heads of d numbers; block_m rows meet block_n keys."""
+FEW = 64  # rows whose sums are made by a pass over the keys
+
+
+def columns_tiling(dtype: torch.dtype, d: int, rows: int = FEW + 1) -> Tiling:
+    """What is launched for column sums of ``rows`` rows of heads of d numbers; block_m rows meet
+    block_n keys."""
+    few = min(max(triton.next_power_of_2(rows), 16), FEW)
     if dtype == torch.float32:
-        return Tiling(32, 64, 4, 2) if d <= 128 else Tiling(16, 32, 4, 1)
-    return Tiling(64, 128, 4, 3) if d <= 128 else Tiling(64, 64, 4, 2)
+        return Tiling(min(few, 32), 64, 4, 2) if d <= 128 else Tiling(16, 32, 4, 1)
+    return Tiling(few, 64, 4, 4) if rows <= FEW and d <= 128 else Tiling(64, 64, 4, 2)
 
 
 def columns(
     q: Tensor, k: Tensor, lse: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
     program: Program, precision: str, first_row: int, chosen: Tiling | None = None,
+    programs: int = 264,
 ) -> Tensor:  # fmt: skip
     """[B, Hkv, Sk] in fp32: sums of exp(score - lse) over the rows from ``first_row`` on and over
     the heads of a group.
 
-    Arguments as of ``forward``; lse as it gives it. Rows that keep nothing add 0. Deterministic.
+    Arguments as of ``forward``; lse as it gives it. ``programs``: about how many share the keys
+    where the rows are few. Rows that keep nothing add 0. Deterministic.
     """
     batch, heads, rows, d = q.shape
     groups, size = k.shape[1:3]
@@ -171,25 +179,37 @@ def columns(
         return sums
     if first_row >= rows:
         return sums.zero_()
-    chosen = chosen or columns_tiling(q.dtype, d)
+    first_row = max(first_row, 0)
+    chosen = chosen or columns_tiling(q.dtype, d, rows - first_row)
     q, k, lse = dense(q), dense(k), lse.contiguous()
     described = describable(program, inputs)
+    few = rows - first_row <= chosen.block_m and attention_columns.few(program)
+    lines = lse.flatten(0, 1)
+    step = rows if len(lines) > 1 else 16  # any, but a fit one
     layout = attention_columns.Layout(
-        operand("q", q), operand("k", k), products(q.dtype, precision), described
-    )
+        operand("q", q), operand("k", k), products(q.dtype, precision), described, by_tma(lines),
+        few, few and heads == groups,
+    )  # fmt: skip
     blocks = chosen.block_m, chosen.block_n
     values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
     values |= {
-        "lse_ptr": lse, "sums_ptr": sums, "rows": rows, "columns": size, "heads": heads,
+        "sums_ptr": sums, "rows": rows, "columns": size, "heads": heads,
         "group": heads // groups, "first_row": first_row,
     }  # fmt: skip
+    values |= (
+        {"lse_desc": TensorDescriptor(lines, list(lines.shape), [step, 1], [1, chosen.block_m])}
+        if layout.lse
+        else {"lse_ptr": lse}
+    )
     values |= score_values(program, inputs, numbers, described, blocks)
     if program.documents:
         found = attention_documents.hulls(program, inputs, "k", chosen.block_n)
         values |= attention_documents.hull_values(found)
-    wrap_triton(attention_columns.kernel(program, layout))[
-        (triton.cdiv(size, chosen.block_n) * batch * groups,)
-    ](
+    parts = tiles = triton.cdiv(size, chosen.block_n)
+    if few:
+        each = triton.cdiv(tiles, max(programs // (batch * groups), 1))
+        parts, values["each"] = triton.cdiv(tiles, each), each
+    wrap_triton(attention_columns.kernel(program, layout))[(parts * batch * groups,)](
         **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages,
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip

@@ -29,17 +29,13 @@ def weights(score, q, k, inputs):
     return lse, out.unflatten(1, (kv_heads, heads // kv_heads))
 
 
-def judge(score, q, k, inputs, first_row, chosen=SMALL):
+def judge(score, q, k, inputs, first_row, chosen=SMALL, **more):
     lse, each = weights(score, q, k, inputs)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
     with launches_interpreted(launch, attention_documents):
-        sums, again = (
-            launch.columns(
-                q, k, lse.float(), inputs, score.numbers, score.program, "ieee", first_row, chosen
-            )
-            for _ in range(2)
-        )
+        given = q, k, lse.float(), inputs, score.numbers, score.program, "ieee", first_row, chosen
+        sums, again = (launch.columns(*given, **more) for _ in range(2))
     torch.use_deterministic_algorithms(before)
     right = each[:, :, :, first_row:].sum((2, 3))
     assert torch.equal(sums, again) and sums.dtype == FP32
@@ -73,10 +69,26 @@ def test_a_group_is_summed_and_weights_of_a_row_are_one(heads):
     torch.testing.assert_close(sums.sum(-1), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(("name", "kv_heads"), [("causal", 2), ("learned bias", 4)])
+def test_few_rows_by_a_pass_over_the_keys(name, kv_heads):
+    """Programs of two tiles and of one or three, for all heads of a group."""
+    score = SCORES[name]
+    q, k = draw(70, 70, 16, BF16, 4, kv_heads)
+    judge(score, q, k, draw_inputs(score, 2, 4, 70, 70), 57, programs=8)
+
+
 def test_rows_that_keep_nothing_add_nothing():
     q, k = draw(50, 20, 16, FP32)
     sums, lse = judge(SCORES["lower right"], q, k, [], 10)
     assert (lse == -torch.inf).any() and sums.isfinite().all()
+
+
+def test_one_head_of_any_length():
+    q, k, program = torch.randn(1, 1, 33, 16), torch.randn(1, 1, 40, 16), SCORES["scale"].program
+    lse = (q @ k.mT * program.scale).logsumexp(-1)
+    with launches_interpreted(launch):
+        found = launch.columns(q, k, lse, [], [], program, "ieee", 5, SMALL)
+    torch.testing.assert_close(found.sum(), torch.tensor(28.0), rtol=1e-5, atol=0)
 
 
 def test_nothing():

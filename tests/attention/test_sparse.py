@@ -195,6 +195,11 @@ def test_bad_input(message):
     assert str(caught.value).startswith(message)
 
 
+def test_a_tile_of_one_stage():
+    with pytest.raises(ValueError, match="stages is expected as 2 or more, got 1"):
+        launch.Tiling(64, 16, 8, 1)
+
+
 # --- machine code ---------------------------------------------------------------------------------
 
 

@@ -160,6 +160,11 @@ def test_only_where_scores_or_keys_are_large(card_here, monkeypatch):
         monkeypatch.setattr(attention_sites, "LEAST_KEYS", keys + less)
         _, text, (decision,) = edited(fn, args)
         assert (OP in text) is fires and decision.fired is fires
+        # Replayed as a CUDA graph, where the host's time does not count, it fires earlier.
+        for replayed, early in (((scores, keys + 1), True), ((scores + 1, keys + 1), False)):
+            monkeypatch.setattr(attention_sites, "LEAST_REPLAYED", replayed)
+            with torch._inductor.config.patch({"triton.cudagraphs": True}):
+                assert (OP in edited(fn, args)[1]) is early
 
 
 def test_heads_that_have_no_kernels(card_here):

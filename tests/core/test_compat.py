@@ -214,6 +214,9 @@ def test_config_values():
             if hasattr(config, "deterministic"):
                 with config.patch(deterministic=True):
                     assert not compat.wants_measurement()
+    assert not compat.replays_graphs()
+    with config.patch({"triton.cudagraphs": True}):
+        assert compat.replays_graphs()
     with compat.without_caches():
         assert config.force_disable_caches
 
