@@ -1,0 +1,50 @@
+"""The pairs that attention's dropout keeps, as the kernels draw them (``attention_dropout``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+_KEYS, _FACTORS = (0x9E3779B9, 0xBB67AE85), (0xD2511F53, 0xCD9E8D57)  # of Philox4x32
+
+
+def seed_of(device: torch.device) -> Tensor:
+    """[1] of int64, from the default generator of the device, in a way that CUDA graphs capture."""
+    return torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=device)
+
+
+def kept(
+    seed: Tensor, probability: float, batch: Any, heads: Any, first: Any, rows: Any, columns: Any
+) -> Tensor:
+    """[B, H, rows, Sk] of bool: whether a pair is kept; of the query rows from ``first`` on."""
+    from inductor_ext.templates.attention_dropout import ROUNDS, words_kept
+
+    def along(start: Any, count: Any, dim: int) -> Tensor:
+        shape = [1, 1, 1, 1]
+        shape[dim] = -1
+        return torch.arange(start, start + count, device=seed.device).view(shape)
+
+    head = along(0, batch, 0) * heads + along(0, heads, 1)
+    q, k = along(first, rows, 2), along(0, columns, 3)
+    groups = [(x >> 4 << 3) + (x & 7) for x in (k, q)]
+    words = _philox((*groups, head, torch.zeros_like(head)), seed, ROUNDS)
+    near, far = (torch.where(k & 8 == 0, *words[i : i + 2]) for i in (0, 2))
+    word = torch.where(q & 8 == 0, near, far)
+    signed = word - ((word >> 31) << 32)
+    return signed < words_kept(probability) - (1 << 31)
+
+
+def _philox(counter: tuple[Tensor, ...], seed: Tensor, rounds: int) -> tuple[Tensor, ...]:
+    """Philox4x32: four words below 2^32, of four as a counter. In int64: a product's lower 64 bits
+    are right whatever their sign."""
+    a, b, c, d = counter
+    keys = seed & _LOW, (seed >> 32) & _LOW
+    for _ in range(rounds):
+        of_a, of_c = a * _FACTORS[0], c * _FACTORS[1]
+        a, c = (of_c >> 32 & _LOW) ^ b ^ keys[0], (of_a >> 32 & _LOW) ^ d ^ keys[1]
+        b, d = of_c & _LOW, of_a & _LOW
+        keys = (keys[0] + _KEYS[0]) & _LOW, (keys[1] + _KEYS[1]) & _LOW
+    return a, b, c, d

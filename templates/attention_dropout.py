@@ -1,0 +1,77 @@
+"""Dropout of attention's weights: a pair's fate as a function of a seed and of its place.
+
+    kept[b, h, q, k] = u[b, h, q, k] < (1 - p) 2^32        weights = softmax(r) kept / (1 - p)
+
+u are the words of Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1,
+2, 3", 2011) under the seed's 64 bits. Its counter holds the head, a group of rows and a group of
+keys, so that there is no largest number of pairs, and neither tiles nor the order in which they come
+change anything: forward and backward draw alike. A draw's four words are those of the pairs whose
+rows and keys differ in bit 3 only. Those are one thread's in the accumulator of a product, whichever
+way its tile is turned: the text draws for each pair, and the compiler finds equal draws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from .attention_program import Program
+
+ROUNDS = 7
+WORDS = 1 << 32
+
+
+def words_kept(probability: float) -> int:
+    """How many of the 2^32 words keep a pair that is dropped with ``probability``, in (0, 1)."""
+    return min(max(round((1 - probability) * WORDS), 1), WORDS - 1)
+
+
+def scaling(probability: float) -> float:
+    """What kept weights are multiplied by: exactly the inverse of the share that is kept."""
+    return WORDS / words_kept(probability)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """``seed``: one int64 in memory, on the device; ``probability``: of being dropped."""
+
+    seed: Tensor
+    probability: float
+
+    def values(self) -> dict[str, Any]:
+        """What is passed for ``parameters``. Words are compared as signed numbers."""
+        return {
+            "drop_seed_ptr": self.seed,
+            "drop_below": words_kept(self.probability) - WORDS // 2,
+            "drop_scale": scaling(self.probability),
+        }
+
+
+
+# Numbers that are not to be compiled in.
+UNSPECIALISED = ["drop_below"]
+
+
+def parameters(program: Program) -> list[str]:
+    """The parameters of a kernel that draws."""
+    return ["drop_seed_ptr", "drop_below", "drop_scale"] if program.dropout else []
+
+
+def seeded(program: Program) -> str:
+    """A statement in front of all draws."""
+    return "drop_seed = tl.load(drop_seed_ptr)" if program.dropout else ""
+
+
+def draws(program: Program, head: str) -> str:
+    """Statements that assign ``drawn`` (int1) of a tile, whose ``q_start`` and ``k_start`` are
+    multiples of 16; ``head``: b times the number of heads, plus h."""
+    if not program.dropout:
+        return ""
+    return f"""drop_q = (q_start >> 1) + ((ql >> 4) << 3) + (ql & 7)
+drop_k = (k_start >> 1) + ((kl >> 4) << 3) + (kl & 7)
+word0, word1, word2, word3 = tl.philox(drop_seed, drop_k, drop_q, {head}, 0, {ROUNDS})
+drop_near = tl.where((kl & 8) == 0, word0, word1)
+drop_far = tl.where((kl & 8) == 0, word2, word3)
+drawn = tl.where((ql & 8) == 0, drop_near, drop_far).to(tl.int32, bitcast=True) < drop_below"""
