@@ -305,6 +305,8 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
     # Few rows read everything anyway, and the mean would read it twice. A log-sum-exp that is asked
     # for is finite where a row keeps nothing.
     also = uses is not None or bool(site.weights.totals)
+    # Nor is a row's mean the mean of what a dropout leaves of it.
+    also = also or site.weights.dropout != 0
     if not keeps and not also and hint(axes.size(roles.q)) > choice.FEW_ROWS:
         score = with_infinity(site.score, [o.dtype for o in inputs], is_trained(site))
         if score is not None:
@@ -341,7 +343,9 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
         given = [of(one, list(roles), False) for one in inputs]
         numbers = [sizes.made(program, n) for n in function.numbers]
         target = torch.ops.inductor_ext.attention.default
-        both = program.call(target, q, k, v, given, numbers, text, empty)
+        dropout = site.weights.dropout
+        more = (seed(program, q), dropout) if dropout else ()
+        both = program.call(target, q, k, v, given, numbers, text, empty, *more)
         out, lse = (program.call(operator.getitem, both, i) for i in (0, 1))
         if means:
             out = _or_mean(program, out, lse, v, made.shared, sizes, axes)
@@ -370,11 +374,22 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
         nodes = [n for n, own in seen.of.items() if own is value]
         used = [n for n in nodes if any(seen.of.get(u) is not value for u in n.users)]
         outputs.update(dict.fromkeys(used, _once(make)))
+    drawn = {n for n, value in seen.of.items() if value in site.weights.drawn} & seen.drawing
+    if site.weights.dropout and compat.draws_as_eager():
+        raise NoSite("its dropout is to be that of eager (fallback_random)")
     return Replacement(
         NAME, NAME, _described(made), f"no scores in memory: {text}",
         list(dict.fromkeys([*tensors, *needed])), outputs,
         {n for n, value in seen.of.items() if value in inside or value in asked} - {*outputs}, emit,
+        drawn=drawn,
     )  # fmt: skip
+
+
+def seed(program: Program, beside: Any) -> Any:
+    """A seed, drawn whenever the program runs, on the device of a value."""
+    return program.call(
+        torch.randint, 0, 1 << 62, (1,), dtype=torch.int64, device=value_of(beside).device
+    )
 
 
 def _is_expanded_leaf(x: torch.Tensor) -> bool:

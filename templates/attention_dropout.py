@@ -23,30 +23,34 @@ ROUNDS = 7
 WORDS = 1 << 32
 
 
-def words_kept(probability: float) -> int:
-    """How many of the 2^32 words keep a pair that is dropped with ``probability``, in (0, 1)."""
-    return min(max(round((1 - probability) * WORDS), 1), WORDS - 1)
-
-
-def scaling(probability: float) -> float:
-    """What kept weights are multiplied by: exactly the inverse of the share that is kept."""
-    return WORDS / words_kept(probability)
-
-
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """``seed``: one int64 in memory, on the device; ``probability``: of being dropped."""
+    """``seed``: one int64 in memory, on the device; ``probability``: of being dropped, in (0, 1),
+    which has steps of 2^-32."""
 
     seed: Tensor
     probability: float
 
+    @property
+    def _words(self) -> int:
+        """How many words keep a pair; some do, and some don't."""
+        return min(max(round((1 - self.probability) * WORDS), 1), WORDS - 1)
+
+    @property
+    def below(self) -> int:
+        """A pair is kept if its word, as a signed number, is less."""
+        return self._words - WORDS // 2
+
+    @property
+    def scale(self) -> float:
+        """What kept weights are multiplied by: the inverse of the share of words that keep one."""
+        return WORDS / self._words
+
     def values(self) -> dict[str, Any]:
-        """What is passed for ``parameters``. Words are compared as signed numbers."""
+        """What is passed for ``parameters``."""
         return {
-            "drop_seed_ptr": self.seed,
-            "drop_below": words_kept(self.probability) - WORDS // 2,
-            "drop_scale": scaling(self.probability),
-        }
+            "drop_seed_ptr": self.seed, "drop_below": self.below, "drop_scale": self.scale,
+        }  # fmt: skip
 
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inductor_ext.templates.attention_dropout import ROUNDS, Dropout
+
 _LOW = 0xFFFFFFFF
 _KEYS, _FACTORS = (0x9E3779B9, 0xBB67AE85), (0xD2511F53, 0xCD9E8D57)  # of Philox4x32
 
@@ -17,10 +19,10 @@ def seed_of(device: torch.device) -> Tensor:
 
 
 def kept(
-    seed: Tensor, probability: float, batch: Any, heads: Any, first: Any, rows: Any, columns: Any
-) -> Tensor:
+    dropout: Dropout, batch: Any, heads: Any, first: Any, rows: Any, columns: Any
+) -> Tensor:  # fmt: skip
     """[B, H, rows, Sk] of bool: whether a pair is kept; of the query rows from ``first`` on."""
-    from inductor_ext.templates.attention_dropout import ROUNDS, words_kept
+    seed = dropout.seed
 
     def along(start: Any, count: Any, dim: int) -> Tensor:
         shape = [1, 1, 1, 1]
@@ -34,7 +36,7 @@ def kept(
     near, far = (torch.where(k & 8 == 0, *words[i : i + 2]) for i in (0, 2))
     word = torch.where(q & 8 == 0, near, far)
     signed = word - ((word >> 31) << 32)
-    return signed < words_kept(probability) - (1 << 31)
+    return signed < dropout.below
 
 
 def _philox(counter: tuple[Tensor, ...], seed: Tensor, rounds: int) -> tuple[Tensor, ...]:

@@ -12,7 +12,6 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from inductor_ext.ops import _attention as operation
 from inductor_ext.ops import _attention_checks as checks
-from inductor_ext.ops import _attention_composed as composed
 from inductor_ext.ops import _attention_options as options_of
 from inductor_ext.ops._rows import is_zero
 
@@ -124,13 +123,10 @@ def attention(
             enable_gqa=q.shape[1] != own,
         )  # fmt: skip
     score = options_of.score_of(options, q.shape[1], q.shape[1] // own)
-    if dropout:
-        k, v, text, inputs = operation.dense(k, v, block_table, lengths, score)
-        out, lse = composed.attention(q, k, v, inputs, score.numbers, text, "zero", dropout)
-    elif lengths is not None:
-        out, lse = operation.of_lengths(q, k, v, block_table, lengths, score)
+    if lengths is not None:
+        out, lse = operation.of_lengths(q, k, v, block_table, lengths, score, dropout)
     else:
-        out, lse = operation.attend(q, k, v, score.inputs, score.numbers, score.text)
+        out, lse = operation.attend(q, k, v, score.inputs, score.numbers, score.text, dropout)
     if sink is not None:
         own_sink = sink.to(lse.dtype)[:, None]
         out = (out * torch.sigmoid(lse - own_sink).unsqueeze(-1)).to(q.dtype)
