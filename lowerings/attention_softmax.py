@@ -50,7 +50,7 @@ class Reader:
         """None where a value is no softmax along ``keys``. Raises NoSite, NoPlace."""
         passed: list[Any] = []
         parts: list[tuple[Any, Place]] = []
-        dropped, drawn = 0.0, []
+        dropped, drawn = 0.0, list[Any]()
         while True:
             passed.append(node)
             parts.append((node, place))
@@ -250,7 +250,7 @@ def _dropout(node: Any) -> tuple[Any, float] | None:
         return whole, float(probability)
     scaled = whole.target in (aten.mul.Tensor, aten.div.Tensor)
     if scaled and any(map(_is_random, whole.all_input_nodes)):
-        raise NoSite("its weights are dropped out in another way than torch's")
+        raise NoSite("its weights are dropped out in a way that is not followed")
     return None
 
 

@@ -570,9 +570,7 @@ def _pairs(program: Program, form: Form) -> str:
         _statistic(form, "delta", "[:, None]"),
         "p = tl.exp2(r - shift)",
         dropout.draws(program, "row"),
-        _weight_gradient(
-            program, _names(out_grad), _names(value), options, "[BLOCK_M, BLOCK_N]"
-        ),
+        _weight_gradient(program, _names(out_grad), _names(value), options, "[BLOCK_M, BLOCK_N]"),
         "g = p * dp",
         program.gradient,
         f"total += d{i}",

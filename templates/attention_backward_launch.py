@@ -340,8 +340,8 @@ def backward(
     do [B, Hq, Sq, Dv], dlse [B, Hq, Sq] or None, q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
     v [B, Hkv, Sk, Dv], inputs [B, Hq, Sq, Sk] or 1 along any, out and lse of the forward.
     needed: for q, k, v and each input; what is not needed is an empty tensor. keys, rows: tilings
-    other than the default ones. dropout: the forward's. Deterministic. Raises ValueError for an input that varies along
-    fewer axes than it has sizes, which has no one gradient.
+    other than the default ones. dropout: the forward's. Deterministic. Raises ValueError for an
+    input that varies along fewer axes than it has sizes, which has no one gradient.
     """
     dtype, head, value = q.dtype, q.shape[3], v.shape[3]
     for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True)):

@@ -4,10 +4,10 @@
 
 u are the words of Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1,
 2, 3", 2011) under the seed's 64 bits. Its counter holds the head, a group of rows and a group of
-keys, so that there is no largest number of pairs, and neither tiles nor the order in which they come
-change anything: forward and backward draw alike. A draw's four words are those of the pairs whose
-rows and keys differ in bit 3 only. Those are one thread's in the accumulator of a product, whichever
-way its tile is turned: the text draws for each pair, and the compiler finds equal draws.
+keys, so that there is no largest number of pairs, and neither tiles nor the order in which they
+come change anything: forward and backward draw alike. A draw's four words are those of the pairs
+whose rows and keys differ in bit 3 only. Those are one thread's in the accumulator of a product,
+whichever way its tile is turned: the text draws for each pair, the compiler finds equal draws.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Dropout:
         return {
             "drop_seed_ptr": self.seed, "drop_below": self.below, "drop_scale": self.scale,
         }  # fmt: skip
-
 
 
 # Numbers that are not to be compiled in.

@@ -237,7 +237,5 @@ def kernel(program: Program, layout: Layout) -> Any:
         parameters(program, layout),
         CONSTANTS,
         body(program, layout),
-        unspecialised=[
-            "rows", "columns", "total", "section", *numbers, *dropout.UNSPECIALISED
-        ],
+        unspecialised=["rows", "columns", "total", "section", *numbers, *dropout.UNSPECIALISED],
     )

@@ -474,8 +474,10 @@ def of_lengths(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same of keys of which each sequence has its own number."""
     tensors = q, k, v, *score.inputs
-    if not dropout and not under_functorch() and not (
-        torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if (
+        not dropout
+        and not under_functorch()
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     ):
         with beside(q):
             return _ragged(
