@@ -374,7 +374,7 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
         nodes = [n for n, own in seen.of.items() if own is value]
         used = [n for n in nodes if any(seen.of.get(u) is not value for u in n.users)]
         outputs.update(dict.fromkeys(used, _once(make)))
-    drawn = {n for n, value in seen.of.items() if value in site.weights.drawn} & seen.drawing
+    drawn = {value.meta["made_in"] for value in site.weights.drawn} & seen.drawing
     if site.weights.dropout and compat.draws_as_eager():
         raise NoSite("its dropout is to be that of eager (fallback_random)")
     return Replacement(

@@ -67,7 +67,7 @@ class Reader:
                 whole, probability = dropout
                 if probability and dropped:
                     raise NoSite("its weights are dropped out twice")
-                drawn += [node, whole] if probability else []
+                drawn += [node] if probability else []
                 dropped, node = dropped or probability, whole.args[0]
                 continue
             if node.target is aten._to_copy.default and _is_float(node.args[0], node):

@@ -19,10 +19,6 @@ def dropped(q, k, v):
     return F.dropout(scores(q, k).softmax(-1), 0.1, True) @ v
 
 
-def dropped_call(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, causal(q).logical_not(), dropout_p=0.1)
-
-
 def returned(q, k, v):
     weights = scores(q, k).softmax(-1)
     return weights @ v, weights
@@ -104,7 +100,6 @@ def wide(q, k, v):
 
 OTHERS = {
     dropped: "its weights are dropped out",
-    dropped_call: "its weights are dropped out",
     returned: "output uses a value in between",
     scores_returned: "output uses a value in between",
     earlier_value_used: "written to in this graph",

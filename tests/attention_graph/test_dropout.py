@@ -1,0 +1,169 @@
+"""Graphs whose weights are dropped out: one operation, that draws as the program did."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from edits import OP, edited, wide, with_gradients
+from inductor_ext.templates.attention_dropout import Dropout
+from spellings import INF, arguments, causal
+
+from inductor_ext import measure
+from inductor_ext.ops import _attention_dropout as drawing
+from inductor_ext.testing import compile_for
+
+BF16, FP32 = torch.bfloat16, torch.float32
+BACKWARD = "inductor_ext.attention_backward.default("
+SEED = 11
+
+
+def probabilities(q, k):
+    """Rows see the keys up to their own."""
+    s = (q @ k.mT * 0.125).masked_fill(causal(q), -INF)
+    return s.softmax(-1, dtype=None if s.dtype == torch.float64 else torch.float32)
+
+
+def factors(q, k, p):
+    """What the operation multiplies weights by, of the next seed of torch's generator."""
+    drop = Dropout(drawing.seed_of(q.device), p)
+    return drawing.kept(drop, *q.shape[:2], 0, q.shape[2], k.shape[2]) * drop.scale
+
+
+# On the CPU F.dropout is another operation than on a card: each is given its dropout.
+def behind_the_cast(q, k, v, drop):
+    return drop(probabilities(q, k).to(v.dtype), 0.1) @ v
+
+
+def before_the_cast(q, k, v, drop):
+    return drop(probabilities(q, k), 0.1).to(v.dtype) @ v
+
+
+def einsum(q, k, v, drop):
+    weights = drop(probabilities(q, k).to(v.dtype), 0.5)
+    return torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2)
+
+
+def beside_a_sink(q, k, v, drop):
+    s = torch.einsum("bhqd,bhkd->bhqk", q, k) * 0.125
+    s = torch.cat([s, v[:, :, :1, :1].expand(-1, -1, s.shape[2], -1)], -1)
+    return drop(s.softmax(-1)[..., :-1], 0.25) @ v
+
+
+FORMS = [behind_the_cast, before_the_cast, einsum, beside_a_sink]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("fn", FORMS)
+def test_numbers(fn, dtype, card_here):
+    args = arguments(("BHSD",) * 3, dtype, tokens=32)
+
+    def written(q, k, v):
+        return fn(q, k, v, lambda w, p: torch.native_dropout(w, p, True)[0])
+
+    def given(q, k, v):
+        torch.manual_seed(SEED)
+        return fn(q, k, v, lambda w, p: w * factors(q, k, p).to(w.dtype))
+
+    torch.manual_seed(SEED)
+    out, text, (decision,) = edited(written, args, grad=True)
+    assert decision.fired and text.count(OP) == 1
+    assert "softmax" not in text and "dropout" not in text
+    exact = wide(args)
+    right, plain = with_gradients(given(*exact), exact), with_gradients(given(*args), args)
+    for a, b, c in zip(with_gradients(out, args), right, plain, strict=True):
+        verdict = measure.check(a, b, c)
+        assert verdict.ok, verdict.reason
+
+
+def masked_call(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, causal(q).logical_not(), dropout_p=0.1)
+
+
+def test_calls_with_masks(card_here):
+    args = [a.detach() for a in arguments(("BHSD",) * 3, FP32, tokens=32)]
+    torch.manual_seed(SEED)
+    out, text, _ = edited(masked_call, args)
+    assert OP in text and "scaled_dot_product_attention" not in text
+    torch.manual_seed(SEED)
+    right = (probabilities(*args[:2]) * factors(*args[:2], 0.1)) @ args[2]
+    torch.testing.assert_close(out, right)
+
+
+def twice(q, k, v):
+    weights = torch.native_dropout(probabilities(q, k), 0.1, True)[0]
+    return torch.native_dropout(weights, 0.1, True)[0] @ v
+
+
+def by_hand(q, k, v):
+    weights = probabilities(q, k)
+    return (torch.rand_like(weights) > 0.1) * weights @ v / 0.9
+
+
+def everything(q, k, v):
+    return torch.native_dropout(probabilities(q, k), 1.0, True)[0] @ v
+
+
+def mask_is_used(q, k, v):
+    weights, kept = torch.native_dropout(probabilities(q, k), 0.1, True)
+    return weights @ v, kept.sum()
+
+
+def weights_are_used(q, k, v):
+    weights = torch.native_dropout(probabilities(q, k), 0.1, True)[0]
+    return weights @ v, weights.sum(-2)
+
+
+OTHERS = {
+    twice: "dropped out twice",
+    by_hand: "in a way that is not followed",
+    everything: "all its weights are dropped out",
+    mask_is_used: "uses a value in between",
+    weights_are_used: "uses a value in between",
+}
+
+
+@pytest.mark.parametrize("fn", OTHERS)
+def test_is_left(fn, card_here):
+    args = [a.detach() for a in arguments(("BHSD",) * 3, FP32, tokens=32)]
+    _, text, (decision,) = edited(fn, args)
+    assert OP not in text and not decision.fired and OTHERS[fn] in decision.reason
+
+
+class Layer(torch.nn.Module):
+    """Attention with dropout, and one behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.behind = torch.nn.Dropout(0.1), torch.nn.Dropout(0.2)
+
+    def forward(self, q, k, v):
+        weights = self.drop(probabilities(q, k).to(v.dtype))
+        return self.behind(weights @ v)
+
+
+@pytest.mark.codegen
+def test_generated_code():
+    """The seed is drawn once and kept for the backward; the other dropout stays Inductor's."""
+    args = arguments(("BHSD",) * 3, BF16, tokens=256)
+    code = compile_for("h200", Layer(), *args, grad=True)
+    (decision,) = [d for d in code.decisions if d.lowering == "attention"]
+    assert decision.fired
+    assert code.forward.count(OP) == 1 and code.backward.count(BACKWARD) == 1
+    assert "256, 256" not in code.source and "bmm" not in code.source
+    (seeded,) = [line for line in code.forward.splitlines() if OP in line and "buf" in line]
+    (used,) = [line for line in code.backward.splitlines() if BACKWARD in line and "buf" in line]
+    assert seeded.endswith(", 0.1)") and used.endswith("inductor_randint_default, 0.1)")
+    assert "aten.randint" in code.forward and "aten.randint.low_out" not in code.backward
+    assert re.search(r"aten\.randint\.low_out\(.*\[2\]", code.forward)  # that of the other one
+    out = compile_for("h200", Layer().eval(), *args, grad=True)
+    assert "randint" not in out.source and OP in out.source
+
+
+@pytest.mark.codegen
+def test_eagers_own_numbers_are_left():
+    args = arguments(("BHSD",) * 3, BF16, tokens=256)
+    with torch._inductor.config.patch(fallback_random=True):
+        code = compile_for("h200", Layer(), *args, grad=True)
+    (decision,) = [d for d in code.decisions if d.lowering == "attention"]
+    assert not decision.fired and "fallback_random" in decision.reason
