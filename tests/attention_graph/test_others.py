@@ -15,10 +15,6 @@ def scores(q, k):
     return q @ k.transpose(-1, -2) * 0.125
 
 
-def dropped(q, k, v):
-    return F.dropout(scores(q, k).softmax(-1), 0.1, True) @ v
-
-
 def returned(q, k, v):
     weights = scores(q, k).softmax(-1)
     return weights @ v, weights
@@ -99,7 +95,6 @@ def wide(q, k, v):
 
 
 OTHERS = {
-    dropped: "its weights are dropped out",
     returned: "output uses a value in between",
     scores_returned: "output uses a value in between",
     earlier_value_used: "written to in this graph",

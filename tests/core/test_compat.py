@@ -352,11 +352,14 @@ def test_the_kind_of_wrapper_is_known_in_a_pass():
     from torch._inductor.virtualized import V
 
     assert not V.aot_compilation and not compat.ahead_of_time()
-    assert not compat.draws_as_eager()
-    with config.patch(fallback_random=True):
-        assert compat.draws_as_eager()
     with torch._inductor.config.patch(cpp_wrapper=True):
         assert compat.ahead_of_time()
+
+
+def test_whose_random_numbers_are_wanted():
+    assert not compat.draws_as_eager()
+    with torch._inductor.config.patch(fallback_random=True):
+        assert compat.draws_as_eager()
 
 
 def test_the_store_of_a_job():
