@@ -63,8 +63,30 @@ def parameters(program: Program) -> list[str]:
 
 
 def seeded(program: Program) -> str:
-    """A statement in front of all draws."""
-    return "drop_seed = tl.load(drop_seed_ptr)" if program.dropout else ""
+    """Statements in front of all draws."""
+    if not program.dropout:
+        return ""
+    return """drop_seed = tl.load(drop_seed_ptr)
+drop_low = drop_seed.to(tl.uint32)
+drop_high = (drop_seed >> 32).to(tl.uint32)"""
+
+
+# As ``tl.philox``, whose products are two instructions, one for each half; here they are one.
+_PHILOX = """word0 = drop_k.to(tl.uint32)
+word1 = drop_q.to(tl.uint32)
+word2 = HEAD.to(tl.uint32)
+word3 = tl.full([], 0, tl.uint32)
+drop_key0 = drop_low
+drop_key1 = drop_high
+for _ in tl.static_range(ROUNDS):
+    drop_product0 = word0.to(tl.uint64) * 0xD2511F53
+    drop_product2 = word2.to(tl.uint64) * 0xCD9E8D57
+    word0 = (drop_product2 >> 32).to(tl.uint32) ^ word1 ^ drop_key0
+    word2 = (drop_product0 >> 32).to(tl.uint32) ^ word3 ^ drop_key1
+    word1 = drop_product2.to(tl.uint32)
+    word3 = drop_product0.to(tl.uint32)
+    drop_key0 = tl.add(drop_key0, 0x9E3779B9, sanitize_overflow=False)
+    drop_key1 = tl.add(drop_key1, 0xBB67AE85, sanitize_overflow=False)"""
 
 
 def draws(program: Program, head: str) -> str:
@@ -74,7 +96,7 @@ def draws(program: Program, head: str) -> str:
         return ""
     return f"""drop_q = (q_start >> 1) + ((ql >> 4) << 3) + (ql & 7)
 drop_k = (k_start >> 1) + ((kl >> 4) << 3) + (kl & 7)
-word0, word1, word2, word3 = tl.philox(drop_seed, drop_k, drop_q, {head}, 0, {ROUNDS})
+{_PHILOX.replace("HEAD", head).replace("ROUNDS", str(ROUNDS))}
 drop_near = tl.where((kl & 8) == 0, word0, word1)
 drop_far = tl.where((kl & 8) == 0, word2, word3)
 drawn = tl.where((ql & 8) == 0, drop_near, drop_far).to(tl.int32, bitcast=True) < drop_below"""
