@@ -7,7 +7,7 @@ With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradie
     ds = gradient(g)                     of the program
     dv = p^T do      dk = ds^T q      dq = ds k
 
-Where weights are dropped out, dP is kept / (1 - dropout) do v^T, and p in dv has that factor too.
+Where weights are dropped out, do v^T and the p of dv have a factor, 0 or 1 / (1 - dropout).
 
 ``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over
 query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are
@@ -249,7 +249,7 @@ def _weight_gradient(
         return f"dp = {product(left, _transposed(right), options, start)}"
     return joined(
         f"dp = {product(left, _transposed(right), options)}",
-        "dp = tl.where(drawn, dp * drop_scale - delta, -delta)",
+        "dp = dp * drop_factor - delta",
     )
 
 
@@ -298,15 +298,15 @@ def _keys_body(program: Program, form: Form, masked: str) -> str:
         _loaded(query, "q_start", "BLOCK_M", limit),
         _loaded(out_grad, "q_start", "BLOCK_M", limit),
         f"s = {product(_names(key), _transposed(_names(query)), options)}",
-        dropout.draws(program, "row"),
-        given if form.early else "",
+        joined(dropout.draws(program, "row"), given) if form.early else "",
         _score(program, form, masked, not masked, False, "q"),
         _statistic(form, "shift", "[None, :]"),
         "p = tl.exp2(r - shift)",
+        "" if form.early else dropout.draws(program, "row"),
     ]
     if form.dv:
-        kept_p = "tl.where(drawn, p, 0.0)" if program.dropout else "p"
-        lines.append(f"narrow = {kept_p}.to(out_grad0.dtype)")
+        weights = "(p * drop_factor)" if program.dropout else "p"
+        lines.append(f"narrow = {weights}.to(out_grad0.dtype)")
     for i in form.dv:
         lines.append(f"dv{i} = tl.dot(narrow, out_grad{i}, dv{i}{options})")
     if given:
@@ -371,9 +371,7 @@ def _keys(program: Program, form: Form) -> str:
         if not which:
             continue
         result = Operand(name, dim)
-        factor = _ds_factor(program, form.inputs)
-        if name == "dv":
-            factor = " * drop_scale" if program.dropout else ""
+        factor = _ds_factor(program, form.inputs) if name == "dk" else ""
         ends.append(result.at("b", "kv_head"))
         for i in which:
             ends.append(result.store(i, "k_start", "BLOCK_N", "columns", f"{name}{i}{factor}"))
@@ -426,11 +424,10 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
         _loaded(key, "k_start", "BLOCK_N", limit),
         _loaded(value, "k_start", "BLOCK_N", limit),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
-        dropout.draws(program, "row"),
-        given if form.early else "",
+        joined(dropout.draws(program, "row"), given) if form.early else "",
         _score(program, form, masked, False, not masked, "k"),
         "p = tl.exp2(r - shift)",
-        "" if form.early else given,
+        "" if form.early else joined(dropout.draws(program, "row"), given),
         "g = p * dp",
         _gradient(program, form.inputs),
     ]

@@ -90,8 +90,8 @@ for _ in tl.static_range(ROUNDS):
 
 
 def draws(program: Program, head: str) -> str:
-    """Statements that assign ``drawn`` (int1) of a tile, whose ``q_start`` and ``k_start`` are
-    multiples of 16; ``head``: b times the number of heads, plus h."""
+    """Statements that assign ``drop_factor`` (fp32) of a tile: what weights are multiplied by. The
+    tile's ``q_start`` and ``k_start`` are multiples of 16; ``head``: b heads + h."""
     if not program.dropout:
         return ""
     return f"""drop_q = (q_start >> 1) + ((ql >> 4) << 3) + (ql & 7)
@@ -99,4 +99,5 @@ drop_k = (k_start >> 1) + ((kl >> 4) << 3) + (kl & 7)
 {_PHILOX.replace("HEAD", head).replace("ROUNDS", str(ROUNDS))}
 drop_near = tl.where((kl & 8) == 0, word0, word1)
 drop_far = tl.where((kl & 8) == 0, word2, word3)
-drawn = tl.where((ql & 8) == 0, drop_near, drop_far).to(tl.int32, bitcast=True) < drop_below"""
+drop_word = tl.where((ql & 8) == 0, drop_near, drop_far).to(tl.int32, bitcast=True)
+drop_factor = tl.where(drop_word < drop_below, drop_scale, 0.0)"""

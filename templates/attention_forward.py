@@ -168,7 +168,7 @@ def _body(program: Program, layout: Layout, how: str) -> str:
         score(program, layout, how),
         softmax(program, how != "full"),
         dropout.draws(program, "bh"),
-        "p = tl.where(drawn, p, 0.0)" if program.dropout else "",
+        "p = p * drop_factor" if program.dropout else "",
         _values(layout, limit),
     )
 
@@ -185,7 +185,7 @@ def _end(program: Program, layout: Layout) -> str:
     if program.empty == "zero":
         lines.append("l = tl.where(none, 1.0, l)")
     lines += [
-        f"inverse = {'drop_scale' if program.dropout else '1.0'} / l",
+        "inverse = 1.0 / l",
         'lse = tl.where(none, float("-inf"), (m + tl.math.log2(l)) * 0.6931471805599453)',
         "at = q_start + tl.arange(0, BLOCK_M)",
         "tl.store(lse_ptr + tl.cast(bh, tl.int64) * rows + at, lse, at < rows)",
