@@ -11,7 +11,7 @@ import torch
 from inductor_ext.lowerings.attention_places import Axes, Index, Place, dtype_of, equal
 from inductor_ext.lowerings.attention_scores import Scores
 from inductor_ext.lowerings.attention_sites import Plan, Site, is_call, operands
-from inductor_ext.lowerings.attention_softmax import Weights
+from inductor_ext.lowerings.attention_softmax import Weights, check_dropout
 from inductor_ext.lowerings.attention_values import Call, Number, Position, Product, Value
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.sites import NoSite
@@ -48,8 +48,7 @@ def _plan(seen: Shadow, node: Any) -> Plan | None:
     dropout = given["dropout_p"]
     if not isinstance(dropout, (int, float)):
         raise NoSite("how many of its weights are dropped is not known while compiling")
-    if not 0 <= dropout < 1:
-        raise NoSite("all its weights are dropped out")
+    check_dropout(dropout)
     if not all(isinstance(given[name], bool) for name in ("is_causal", "enable_gqa")):
         raise NoSite("whether it is causal is not known while compiling")
     if len({dtype_of(t) for t in (q, k, v, out)}) > 1:

@@ -10,6 +10,7 @@ import torch
 from inductor_ext.lowerings.attention_places import Axes, Index, Place, is_view
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.sites import NoSite
+from inductor_ext.templates.attention_dropout import LARGEST, LEAST
 
 from inductor_ext.editing import Numbers
 
@@ -245,13 +246,18 @@ def _dropout(node: Any) -> tuple[Any, float] | None:
         probability = whole.args[1] if whole.args[2] is not False else 0
         if not isinstance(probability, (int, float)):
             raise NoSite("how many of its weights are dropped is not known while compiling")
-        if not 0 <= probability < 1:
-            raise NoSite("all its weights are dropped out")
+        check_dropout(probability)
         return whole, float(probability)
     scaled = whole.target in (aten.mul.Tensor, aten.div.Tensor)
     if scaled and any(map(_is_random, whole.all_input_nodes)):
         raise NoSite("its weights are dropped out in a way that is not followed")
     return None
+
+
+def check_dropout(probability: float) -> None:
+    """Raises NoSite for one that kernels have no steps for."""
+    if probability != 0 and not LEAST <= probability <= LARGEST:
+        raise NoSite(f"its weights are dropped out with a probability of {probability}")
 
 
 def _is_random(node: Any) -> bool:

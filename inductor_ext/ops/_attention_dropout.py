@@ -31,12 +31,12 @@ def kept(
 
     head = along(0, batch, 0) * heads + along(0, heads, 1)
     q, k = along(first, rows, 2), along(0, columns, 3)
-    groups = [(x >> 4 << 3) + (x & 7) for x in (k, q)]
+    groups = (k >> 5 << 3) + (k & 7), (q >> 4 << 3) + (q & 7)
     words = _philox((*groups, head, torch.zeros_like(head)), seed, ROUNDS)
     near, far = (torch.where(k & 8 == 0, *words[i : i + 2]) for i in (0, 2))
     word = torch.where(q & 8 == 0, near, far)
-    signed = word - ((word >> 31) << 32)
-    return signed < dropout.below
+    half = torch.where(k & 16 == 0, word >> 16, word & 0xFFFF)
+    return half - (half >> 15 << 16) < dropout.below
 
 
 def _philox(counter: tuple[Tensor, ...], seed: Tensor, rounds: int) -> tuple[Tensor, ...]:

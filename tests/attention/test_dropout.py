@@ -112,12 +112,14 @@ def test_share_and_independence(probability):
         assert abs((z * other).mean()) <= 5 / math.sqrt(z.numel())
 
 
-@pytest.mark.parametrize("probability", [1e-12, 2.0**-32, 0.25, 1 - 1e-12])
-def test_any_probability(probability):
+@pytest.mark.parametrize("probability", [2**-10, 0.1, 0.25, 0.5, 1 - 2**-10])
+def test_steps_of_probabilities(probability):
+    """Within half a step, and scaled by what is kept, not by what was asked for."""
     drop = dropout(probability)
-    assert -(2**31) < drop.below < 2**31
-    share = (drop.below + 2**31) / 2**32
-    assert share * drop.scale == 1 and abs(share - (1 - probability)) <= 2**-32
+    share = (drop.below + 2**15) / 2**16
+    assert abs(share - (1 - probability)) <= 2**-17 and drop.scale * share == pytest.approx(1)
+    passed = drop.values()["drop_below"]
+    assert -(2**31) <= passed < 2**31 and passed == drop.below * 2**16
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def meta(*size, dtype=BF16):
 
 
 def test_machine_code():
-    """For an H200: one draw for four pairs, which go through no shared memory."""
+    """For an H200: one draw for eight pairs, which go through no shared memory."""
     drop = Dropout(meta(1, dtype=torch.int64), 0.1)
     program = dropping("causal").program
     q, lse = meta(2, 8, 4096, 128), meta(2, 8, 4096, dtype=FP32)
@@ -234,10 +236,11 @@ def test_machine_code():
     kernels = [b for b in launch_binaries(launch, *modules) if b.name != "statistics_kernel"]
     assert len(kernels) == 3
     for kernel in kernels:
-        assert kernel.spills <= 64 and kernel.shared_bytes <= 227 << 10
-        # An exponential for each pair; a draw has seven rounds of two products, two of them of
-        # rows or keys only.
+        assert kernel.spills <= 256 and kernel.shared_bytes <= 227 << 10
+        # An exponential for each pair. A draw has seven rounds of two products, the first of rows
+        # or keys only, and is for eight pairs; of the transposed tiles for four.
         pairs = kernel.ptx.count("ex2.approx")
-        assert pairs < kernel.ptx.count("mul.hi.u32") <= 14 * pairs / 4 + 32
+        products = len(re.findall(r"mul\.(?:hi|wide)\.u32", kernel.ptx))
+        assert pairs < products <= 14 * pairs / (4 if kernel.name == "attention_keys" else 8)
         loop = kernel.ptx[: kernel.ptx.rindex("wgmma.mma_async")]
         assert not re.search(r"\bst\.shared\.v4|\bstmatrix", loop)

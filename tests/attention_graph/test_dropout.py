@@ -116,7 +116,7 @@ def weights_are_used(q, k, v):
 OTHERS = {
     twice: "dropped out twice",
     by_hand: "in a way that is not followed",
-    everything: "all its weights are dropped out",
+    everything: "dropped out with a probability of 1.0",
     mask_is_used: "uses a value in between",
     weights_are_used: "uses a value in between",
 }
