@@ -62,6 +62,8 @@ def keys_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> 
         return Tiling(32, 64, 8, 1, apart=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True, early=True)
+    if program.dropout:  # draws take registers too
+        return Tiling(32 if widest > 64 else 64, 64, 4, 2, merged=True)
     if not program.keep and widest > 64:
         return Tiling(64, 128, 8, 3)
     return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=_short(program))
