@@ -69,6 +69,9 @@ def _plan(seen: Shadow, node: Any) -> Plan | None:
     scores.check()
     plan = operands(site, parts, [channels])
     repeated = bool(plan.shared) and not given["enable_gqa"]
+    if dropout and (given["attn_mask"] is None or scores.inputs):
+        # cuDNN's dropout is faster backward: no tiles are skipped that would make up for that.
+        raise NoSite("its weights are dropped out, and its mask is none of positions")
     return plan if given["attn_mask"] is not None or repeated else None
 
 

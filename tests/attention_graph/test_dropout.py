@@ -90,6 +90,15 @@ def test_calls_with_masks(card_here):
     torch.testing.assert_close(out, right)
 
 
+def padded_call(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, q[:, :1, None, :, 0] > 0, dropout_p=0.1)
+
+
+def repeated_call(q, k, v):
+    k, v = (t[:, ::2].repeat_interleave(2, 1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+
+
 def twice(q, k, v):
     return F.dropout(F.dropout(probabilities(q, k), 0.1), 0.1) @ v
 
@@ -114,6 +123,8 @@ def weights_are_used(q, k, v):
 
 
 OTHERS = {
+    padded_call: "its mask is none of positions",
+    repeated_call: "its mask is none of positions",
     twice: "dropped out twice",
     by_hand: "in a way that is not followed",
     everything: "dropped out with a probability of 1.0",
