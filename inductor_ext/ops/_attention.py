@@ -84,6 +84,12 @@ def _sdpa_form(program: Program) -> str:
     return ""
 
 
+def sdpa_form(score: str, empty: str) -> tuple[str, float]:
+    """What SDPA calls a score of no inputs and numbers ("full", "causal" or ""), and its scale."""
+    program = _program(score, (), 0, empty, True)
+    return ("", 1.0) if program is None else (_sdpa_form(program), program.scale or 1.0)
+
+
 def _plain(program: Program | None, q: Tensor, k: Tensor) -> str:
     """Whether SDPA has this score: "full", "causal" or ""."""
     form = "" if program is None else _sdpa_form(program)
