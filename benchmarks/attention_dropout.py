@@ -126,7 +126,8 @@ def measure_column(case: str, column: str, timing: bool = True) -> list[dict[str
             fn = _call(column, window)
             if fn is None:
                 return []
-            torch.autograd.grad(fn(q, k, v), (q, k, v), do)
+            # A backward that may be called again, from the first time on.
+            torch.autograd.grad(fn(q, k, v), (q, k, v), do, retain_graph=True)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

@@ -48,6 +48,8 @@ def tiling(program: Program, dtype: torch.dtype, d: int, dv: int, tma: bool = Tr
     if not tma:
         return Tiling(64, 64, 8, 2) if widest <= 128 else Tiling(64, 32, 8, 2)
     if widest <= 64:
+        if program.dropout:
+            return Tiling(64, 64, 4, 2)
         if matrix or program.documents:
             return Tiling(64, 64, 4, 3, merged=True)
         whole = len(program.row_spans) == 1 and program.row_spans[0].lo == "0"
