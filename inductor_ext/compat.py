@@ -372,6 +372,13 @@ def ahead_of_time() -> bool:
     return bool(getattr(graph(), "aot_mode", in_pass) or cpp_wrapper)
 
 
+def draws_as_eager() -> bool:
+    """Whether compiled programs are to draw the random numbers that eager would."""
+    from torch._inductor import config
+
+    return bool(config.fallback_random)
+
+
 def in_aot_mode() -> bool:
     """Whether this is AOTInductor's compile: what is generated is packaged, not run."""
     from torch._inductor.virtualized import V

@@ -29,8 +29,8 @@ class Shadow:
 
     ``of`` maps a node of the program to the shadow node of its value (tensors only), ``first`` the
     other way to the first such node, ``order`` to its position, ``grad`` to whether gradients are
-    recorded where it runs. ``pure`` are the program's nodes that only compute. ``mutated`` are the
-    keys of memory that is written to.
+    recorded where it runs. ``pure`` are the program's nodes that only compute, ``drawing`` those
+    that also draw random numbers. ``mutated`` are the keys of memory that is written to.
     """
 
     graph: Any
@@ -44,6 +44,7 @@ class Shadow:
     rewritten: dict[int, Any] = dataclasses.field(default_factory=dict)
     homes: dict[int, int] = dataclasses.field(default_factory=dict)
     writers: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+    drawing: set[Any] = dataclasses.field(default_factory=set)
 
     def last_write(self, node: Any) -> Any:
         """The node of the program that is the last to write to a shadow node's memory, of what is
@@ -102,6 +103,7 @@ class _Recorder(TorchDispatchMode):
         self.mutated: set[int] = set()
         self.writers: dict[int, list[Any]] = {}  # of memory; None among them if not all known
         self.pure = True
+        self.drawing = False
         self.settled = True  # nothing but values of memory of the program's own is written
         self.homes: dict[int, int] = {}
         self.running: Any = None  # the node of the program that is run
@@ -140,7 +142,9 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._mutation(func, args, kwargs)
         out = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags or not func._schema.returns:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawing = True
+        if not func._schema.returns:
             self.pure = self.settled = False
         self._record(func, args, kwargs, out)
         return out
@@ -183,7 +187,7 @@ class _Recorder(TorchDispatchMode):
             self._record(twin, args, kwargs, out)
             self._next_value(written[0], out)
             if torch.Tag.nondeterministic_seeded in twin.tags:
-                self.pure = self.settled = False
+                self.drawing = True
             return written[0]
         self.pure = self.settled = False
         for tensor in written:
@@ -254,6 +258,7 @@ class _Run:
         self.grad: dict[Any, bool] = {}
         self.pure: set[Any] = set()
         self.settled: set[Any] = set()
+        self.drawing: set[Any] = set()
         self.made_at: dict[Any, Any] = {}
         self.rewritten: dict[int, Any] = {}
         self.autocast: dict[Any, Any] = {}
@@ -284,7 +289,7 @@ class _Run:
         recorder = self.recorder
         return Shadow(
             recorder.graph, of, first, order, self.grad, self.pure, recorder.mutated, self.settled,
-            self.rewritten, recorder.homes, recorder.writers,
+            self.rewritten, recorder.homes, recorder.writers, self.drawing,
         )  # fmt: skip
 
     def _hold(self, value: Any) -> None:
@@ -308,6 +313,7 @@ class _Run:
         followed = target is operator.setitem or not _depends_on_data(known)
         if _may_run(node) and args is not None and followed:
             self.recorder.pure = self.recorder.settled = True
+            self.recorder.drawing = False
             self.recorder.versions, self.recorder.running = [], node
             function: Callable[..., Any]
             function = getattr(args[0], target) if node.op == "call_method" else target
@@ -327,7 +333,10 @@ class _Run:
 
     def _ran(self, node: Any) -> None:
         recorder = self.recorder
-        if recorder.pure:
+        if recorder.drawing:
+            if recorder.pure:
+                self.drawing.add(node)
+        elif recorder.pure:
             self.pure.add(node)
         elif recorder.settled and recorder.versions:
             self.settled.add(node)

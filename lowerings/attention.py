@@ -77,7 +77,7 @@ def _replacement(site: Any) -> Replacement:
 
 def _uses(site: Any) -> Any:
     """What else than attention's result is made of its weights; None where nothing is."""
-    if found.is_trained(site):
+    if found.is_trained(site) or site.weights.dropout:
         return None
     sums = columns.found(site)
 

@@ -11,7 +11,7 @@ import torch
 from inductor_ext.lowerings.attention_places import Axes, Index, Place, dtype_of, equal
 from inductor_ext.lowerings.attention_scores import Scores
 from inductor_ext.lowerings.attention_sites import Plan, Site, is_call, operands
-from inductor_ext.lowerings.attention_softmax import Weights
+from inductor_ext.lowerings.attention_softmax import Weights, check_dropout
 from inductor_ext.lowerings.attention_values import Call, Number, Position, Product, Value
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.sites import NoSite
@@ -43,8 +43,12 @@ def _plan(seen: Shadow, node: Any) -> Plan | None:
     given = bound.arguments
     q, k, v = (seen.of.get(given[name]) for name in ("query", "key", "value"))
     out = seen.of.get(node)
-    if q is None or k is None or v is None or out is None or given["dropout_p"] != 0:
-        raise NoSite("its weights are dropped out" if given["dropout_p"] else "it is not followed")
+    if q is None or k is None or v is None or out is None:
+        raise NoSite("it is not followed")
+    dropout = given["dropout_p"]
+    if not isinstance(dropout, (int, float)):
+        raise NoSite("how many of its weights are dropped is not known while compiling")
+    check_dropout(dropout)
     if not all(isinstance(given[name], bool) for name in ("is_causal", "enable_gqa")):
         raise NoSite("whether it is causal is not known while compiling")
     if len({dtype_of(t) for t in (q, k, v, out)}) > 1:
@@ -54,7 +58,8 @@ def _plan(seen: Shadow, node: Any) -> Plan | None:
     *batch, rows, values = place
     keys, channels = axes.new(shape_of(k)[-2]), axes.new(shape_of(q)[-1])
     whole = (*batch, rows, keys)
-    weights = Weights(None, whole, "zero", [])
+    drawn = [out] if dropout else []
+    weights = Weights(None, whole, "zero", [], dropout=float(dropout), drawn=drawn)
     site = Site(seen, axes, out, place, keys, rows, weights, (v, ()))
     site.scores = scores = Scores(seen, axes, keys, rows)
     kv = _kv(axes, batch, shape_of(k)) if given["enable_gqa"] else batch
@@ -64,6 +69,9 @@ def _plan(seen: Shadow, node: Any) -> Plan | None:
     scores.check()
     plan = operands(site, parts, [channels])
     repeated = bool(plan.shared) and not given["enable_gqa"]
+    if dropout and (given["attn_mask"] is None or scores.inputs):
+        # cuDNN's dropout is faster backward: no tiles are skipped that would make up for that.
+        raise NoSite("its weights are dropped out, and its mask is none of positions")
     return plan if given["attn_mask"] is not None or repeated else None
 
 

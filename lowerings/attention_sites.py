@@ -12,6 +12,7 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from inductor_ext.lowerings.attention_function import Function, Roles
 from inductor_ext.lowerings.attention_masks import with_infinity
 from inductor_ext.lowerings.attention_operands import (
@@ -30,6 +31,7 @@ from inductor_ext.lowerings.attention_places import (
     Index,
     Place,
     dtype_of,
+    equal,
 )
 from inductor_ext.lowerings.attention_scores import Scores
 from inductor_ext.lowerings.attention_softmax import Reader, Weights, may_hold
@@ -38,7 +40,7 @@ from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.sites import DTYPES, NoSite, Program, Replacement, program_node
 
 from inductor_ext import compat, compat_fx
-from inductor_ext.ops import _attention  # noqa: F401  (a program out of a cache calls it)
+from inductor_ext.ops import _attention as operation
 from inductor_ext.ops import _attention_choice as choice
 from inductor_ext.shadow import Shadow, value_of
 
@@ -307,7 +309,15 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
     # Few rows read everything anyway, and the mean would read it twice. A log-sum-exp that is asked
     # for is finite where a row keeps nothing.
     also = uses is not None or bool(site.weights.totals)
-    if not keeps and not also and hint(axes.size(roles.q)) > choice.FEW_ROWS:
+    dropout = site.weights.dropout
+    called, scale = "", 1.0
+    if dropout and not also and not inputs and not function.numbers and not sinks:
+        # cuDNN's dropout is faster than ours, and what stock may have found here as well.
+        called, scale = compat_fx.apart(lambda: operation.sdpa_form(text, empty))
+        if called == "causal" and not equal(axes.size(roles.q), axes.size(roles.k)):
+            called = ""
+    # A row's mean is not the mean of what a dropout leaves of it.
+    if not keeps and not also and not dropout and hint(axes.size(roles.q)) > choice.FEW_ROWS:
         score = with_infinity(site.score, [o.dtype for o in inputs], is_trained(site))
         if score is not None:
             function, means = Function(score, axes, roles), not sinks
@@ -343,7 +353,14 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
         given = [of(one, list(roles), False) for one in inputs]
         numbers = [sizes.made(program, n) for n in function.numbers]
         target = torch.ops.inductor_ext.attention.default
-        both = program.call(target, q, k, v, given, numbers, text, empty)
+        if called:
+            out = program.call(
+                F.scaled_dot_product_attention, q, k, v, dropout_p=dropout,
+                is_causal=called == "causal", scale=scale, enable_gqa=bool(made.shared),
+            )  # fmt: skip
+            return Emitted(out, None, None, q, k, given, numbers, text)
+        more = (seed(program, q), dropout) if dropout else ()
+        both = program.call(target, q, k, v, given, numbers, text, empty, *more)
         out, lse = (program.call(operator.getitem, both, i) for i in (0, 1))
         if means:
             out = _or_mean(program, out, lse, v, made.shared, sizes, axes)
@@ -372,11 +389,22 @@ def replacement(made: Plan, text_of: Any, uses: Any = None) -> Replacement:
         nodes = [n for n, own in seen.of.items() if own is value]
         used = [n for n in nodes if any(seen.of.get(u) is not value for u in n.users)]
         outputs.update(dict.fromkeys(used, _once(make)))
+    drawn = {value.meta["made_in"] for value in site.weights.drawn} & seen.drawing
+    if dropout and compat.draws_as_eager():
+        raise NoSite("its dropout is to be that of eager (fallback_random)")
     return Replacement(
         NAME, NAME, _described(made), f"no scores in memory: {text}",
         list(dict.fromkeys([*tensors, *needed])), outputs,
         {n for n, value in seen.of.items() if value in inside or value in asked} - {*outputs}, emit,
+        drawn=drawn,
     )  # fmt: skip
+
+
+def seed(program: Program, beside: Any) -> Any:
+    """A seed, drawn whenever the program runs, on the device of a value."""
+    return program.call(
+        torch.randint, 0, 1 << 62, (1,), dtype=torch.int64, device=value_of(beside).device
+    )
 
 
 def _is_expanded_leaf(x: torch.Tensor) -> bool:

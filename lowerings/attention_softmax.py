@@ -10,6 +10,7 @@ import torch
 from inductor_ext.lowerings.attention_places import Axes, Index, Place, is_view
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.sites import NoSite
+from inductor_ext.templates.attention_dropout import LARGEST, LEAST
 
 from inductor_ext.editing import Numbers
 
@@ -23,7 +24,8 @@ class Weights:
     gives; ``sinks`` are scores of columns that are left out of the result, with their places;
     ``passed`` the values between the product with v and the scores; ``totals`` the log-sum-exps of
     the scores: (value, whether it keeps the dimension, the values in between). ``parts`` are the
-    weights, in every form, with their places; ``softmax`` is the first of them."""
+    weights, in every form, with their places; ``softmax`` is the first of them. ``dropout`` is the
+    probability with which they are dropped out, ``drawn`` the values that this is made of."""
 
     scores: Any
     place: Place
@@ -34,6 +36,8 @@ class Weights:
     parts: list[tuple[Any, Place]] = dataclasses.field(default_factory=list)
     softmax: Any = None
     softmax_place: Place = ()
+    dropout: float = 0.0
+    drawn: list[Any] = dataclasses.field(default_factory=list)
 
 
 class Reader:
@@ -47,6 +51,7 @@ class Reader:
         """None where a value is no softmax along ``keys``. Raises NoSite, NoPlace."""
         passed: list[Any] = []
         parts: list[tuple[Any, Place]] = []
+        dropped, drawn = 0.0, list[Any]()
         while True:
             passed.append(node)
             parts.append((node, place))
@@ -54,12 +59,17 @@ class Reader:
             if found is not None:
                 scores, dim, empty = found
                 weights = Weights(
-                    scores, place, empty, passed, parts=parts, softmax=node, softmax_place=place
-                )
+                    scores, place, empty, passed, parts=parts, softmax=node, softmax_place=place,
+                    dropout=dropped, drawn=drawn,
+                )  # fmt: skip
                 return self._of_scores(axes, weights, dim, keys)
             dropout = _dropout(node)
             if dropout is not None:
-                node = dropout
+                whole, probability = dropout
+                if probability and dropped:
+                    raise NoSite("its weights are dropped out twice")
+                drawn += [node] if probability else []
+                dropped, node = dropped or probability, whole.args[0]
                 continue
             if node.target is aten._to_copy.default and _is_float(node.args[0], node):
                 node = node.args[0]
@@ -228,17 +238,26 @@ def _dim(node: Any, of: Any) -> int | None:
     return dims[0] % rank if len(dims) == 1 and isinstance(dims[0], int) else None
 
 
-def _dropout(node: Any) -> Any:
-    """What a dropout that drops nothing is given. Raises NoSite for one that drops."""
+def _dropout(node: Any) -> tuple[Any, float] | None:
+    """A node of torch's dropout, and with which probability it drops. Raises NoSite for another
+    way to drop."""
     whole = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
     if whole.target is aten.native_dropout.default:
-        if whole.args[1] == 0 or whole.args[2] is False:
-            return whole.args[0]
-        raise NoSite("its weights are dropped out")
+        probability = whole.args[1] if whole.args[2] is not False else 0
+        if not isinstance(probability, (int, float)):
+            raise NoSite("how many of its weights are dropped is not known while compiling")
+        check_dropout(probability)
+        return whole, float(probability)
     scaled = whole.target in (aten.mul.Tensor, aten.div.Tensor)
     if scaled and any(map(_is_random, whole.all_input_nodes)):
-        raise NoSite("its weights are dropped out")
+        raise NoSite("its weights are dropped out in a way that is not followed")
     return None
+
+
+def check_dropout(probability: float) -> None:
+    """Raises NoSite for one that kernels have no steps for."""
+    if probability != 0 and not LEAST <= probability <= LARGEST:
+        raise NoSite(f"its weights are dropped out with a probability of {probability}")
 
 
 def _is_random(node: Any) -> bool:

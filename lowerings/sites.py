@@ -42,7 +42,8 @@ def fired(lowering: str, chosen: str, site: str, reason: str) -> None:
 class Replacement:
     """``emit`` makes the operation out of ``inputs``, nodes of the program. ``outputs`` maps nodes
     to functions of (Program, what ``emit`` returned) to their new value; ``inside`` are the nodes
-    that must not be needed any more."""
+    that must not be needed any more, ``drawn`` those that draw random numbers which the operation
+    draws instead."""
 
     lowering: str
     chosen: str
@@ -53,6 +54,7 @@ class Replacement:
     inside: set[Any]
     emit: Callable[[Program], Any]
     place: Any = None
+    drawn: set[Any] = dataclasses.field(default_factory=set)
 
 
 class Program:
@@ -258,7 +260,7 @@ def _needed(shadow: Shadow, graph: Any, found: list[Replacement]) -> dict[Any, A
     """The nodes of the program that are needed once all is replaced, each with a user."""
     of_output = {out: r for r in found for out in r.outputs}
     needed: dict[Any, Any] = {}
-    computed = shadow.pure | shadow.settled
+    computed = shadow.pure.union(shadow.settled, *(r.drawn for r in found))
     stack = [n for n in graph.nodes if n not in computed and n.op != "placeholder"]
     stack = [n for n in stack if n.target is not _ASSERTION]
     for node in stack:
@@ -282,7 +284,7 @@ def _edit(shadow: Shadow, program: Program, replacement: Replacement) -> None:
         dead.append(out)
     while dead:
         node = dead.pop()
-        if compat_fx.is_erased(node) or node not in shadow.pure:
+        if compat_fx.is_erased(node) or not (node in shadow.pure or node in replacement.drawn):
             continue
         if any(user.target is not _ASSERTION for user in node.users):
             continue

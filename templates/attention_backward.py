@@ -7,6 +7,8 @@ With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradie
     ds = gradient(g)                     of the program
     dv = p^T do      dk = ds^T q      dq = ds k
 
+Where weights are dropped out, do v^T and the p of dv have a factor, 0 or 1 / (1 - dropout).
+
 ``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over
 query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are
 the left operands of their products as they come out of registers. ``rows_kernel`` holds a tile of
@@ -25,6 +27,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from . import attention_dropout as dropout
 from .attention_forward import hull
 from .attention_program import Program
 from .attention_text import (
@@ -228,7 +231,26 @@ def _hull(program: Program, tile: str) -> str:
 def _given(program: Program, form: Form) -> list[str]:
     """Parameters of every kernel behind its own."""
     documents = ["doc_ptr", "doc_b", "doc_h"] if program.documents else []
-    return [*documents, *score_parameters(program, form.described), *SIZES]
+    more = [*documents, *dropout.parameters(program)]
+    return [*more, *score_parameters(program, form.described), *SIZES]
+
+
+def _unspecialised(program: Program) -> list[str]:
+    numbers = (f"n{i}" for i in range(program.numbers))
+    return [*SIZES, *numbers, *dropout.UNSPECIALISED]
+
+
+def _weight_gradient(
+    program: Program, left: Sequence[str], right: Sequence[str], options: str, shape: str
+) -> str:
+    """``dp``: dP - delta, of the product ``left right^T`` of do and v."""
+    if not program.dropout:
+        start = f"tl.broadcast_to(-delta, {shape})"
+        return f"dp = {product(left, _transposed(right), options, start)}"
+    return joined(
+        f"dp = {product(left, _transposed(right), options)}",
+        "dp = dp * drop_factor - delta",
+    )
 
 
 def _gradient(program: Program, inputs: Sequence[int]) -> str:
@@ -265,24 +287,26 @@ def _keys_body(program: Program, form: Form, masked: str) -> str:
     limit = "rows" if masked else ""
     given = ""
     if form.dk or form.inputs:
-        start = "tl.broadcast_to(-delta, [BLOCK_N, BLOCK_M])"
-        operands = _names(value), _transposed(_names(out_grad))
         given = joined(
             _statistic(form, "delta", "[None, :]"),
-            f"dp = {product(*operands, options, start)}",
+            _weight_gradient(
+                program, _names(value), _names(out_grad), options, "[BLOCK_N, BLOCK_M]"
+            ),
         )
     lines = [
         _held_keys(form) if form.again else "",
         _loaded(query, "q_start", "BLOCK_M", limit),
         _loaded(out_grad, "q_start", "BLOCK_M", limit),
         f"s = {product(_names(key), _transposed(_names(query)), options)}",
-        given if form.early else "",
+        joined(dropout.draws(program, "row"), given) if form.early else "",
         _score(program, form, masked, not masked, False, "q"),
         _statistic(form, "shift", "[None, :]"),
         "p = tl.exp2(r - shift)",
+        "" if form.early else dropout.draws(program, "row"),
     ]
     if form.dv:
-        lines.append("narrow = p.to(out_grad0.dtype)")
+        weights = "(p * drop_factor)" if program.dropout else "p"
+        lines.append(f"narrow = {weights}.to(out_grad0.dtype)")
     for i in form.dv:
         lines.append(f"dv{i} = tl.dot(narrow, out_grad{i}, dv{i}{options})")
     if given:
@@ -362,6 +386,7 @@ def _keys(program: Program, form: Form) -> str:
         "k1 = tl.minimum(k_start + BLOCK_N, columns) - 1",
         key.at("b", "kv_head"),
         value.at("b", "kv_head"),
+        dropout.seeded(program),
         "" if form.again else _held_keys(form),
         *zeros,
         "" if documents else over.head,
@@ -378,7 +403,7 @@ def keys_kernel(program: Program, form: Form) -> Any:
         keys_parameters(program, form),
         ["BLOCK_M", "BLOCK_N", "STAGES"],
         _keys(program, form),
-        unspecialised=[*SIZES, *(f"n{i}" for i in range(program.numbers))],
+        unspecialised=_unspecialised(program),
     )
 
 
@@ -391,18 +416,18 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
     query, key, value, out_grad = form.operands
     options = _options(form)
     limit = "columns" if masked else ""
-    start = "tl.broadcast_to(-delta, [BLOCK_M, BLOCK_N])"
-    operands = _names(out_grad), _transposed(_names(value))
-    given = f"dp = {product(*operands, options, start)}"
+    given = _weight_gradient(
+        program, _names(out_grad), _names(value), options, "[BLOCK_M, BLOCK_N]"
+    )
     lines = [
         _held_rows(form) if form.again else "",
         _loaded(key, "k_start", "BLOCK_N", limit),
         _loaded(value, "k_start", "BLOCK_N", limit),
         f"s = {product(_names(query), _transposed(_names(key)), options)}",
-        given if form.early else "",
+        joined(dropout.draws(program, "row"), given) if form.early else "",
         _score(program, form, masked, False, not masked, "k"),
         "p = tl.exp2(r - shift)",
-        "" if form.early else given,
+        "" if form.early else joined(dropout.draws(program, "row"), given),
         "g = p * dp",
         _gradient(program, form.inputs),
     ]
@@ -478,6 +503,7 @@ def _rows(program: Program, form: Form) -> str:
         "row_at = tl.cast(row, tl.int64) * padded",
         _statistic(form, "shift", "[:, None]"),
         _statistic(form, "delta", "[:, None]"),
+        dropout.seeded(program),
         "" if form.again else _held_rows(form),
         *(f"dq{i} = tl.zeros([BLOCK_M, {query.pieces[i].size}], tl.float32)" for i in form.dq),
         *(f"{name} = tl.zeros([BLOCK_M], tl.float32)" for name in sums),
@@ -497,7 +523,7 @@ def rows_kernel(program: Program, form: Form) -> Any:
         rows_parameters(program, form),
         ["BLOCK_M", "BLOCK_N", "STAGES"],
         _rows(program, form),
-        unspecialised=[*SIZES, *(f"n{i}" for i in range(program.numbers))],
+        unspecialised=_unspecialised(program),
     )
 
 
@@ -508,6 +534,7 @@ def rows_kernel(program: Program, form: Form) -> Any:
 def pairs_parameters(program: Program, form: Form) -> list[str]:
     names = [name for operand in form.operands for name in operand.parameters]
     names += [*statistics_parameters(form), "grad_ptr"]
+    names += dropout.parameters(program)
     return [*names, *score_parameters(program, form.described), *SIZES, "batches"]
 
 
@@ -539,7 +566,9 @@ def _pairs(program: Program, form: Form) -> str:
         _statistic(form, "shift", "[:, None]"),
         _statistic(form, "delta", "[:, None]"),
         "p = tl.exp2(r - shift)",
-        f"g = p * ({product(_names(out_grad), _transposed(_names(value)), options)} - delta)",
+        dropout.draws(program, "row"),
+        _weight_gradient(program, _names(out_grad), _names(value), options, "[BLOCK_M, BLOCK_N]"),
+        "g = p * dp",
         program.gradient,
         f"total += d{i}",
     )
@@ -556,6 +585,7 @@ def _pairs(program: Program, form: Form) -> str:
         "q0 = q_start",
         "q1 = tl.minimum(q_start + BLOCK_M, rows) - 1",
         "total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
+        dropout.seeded(program),
         f"turns = {'1' if 'b' in axes else 'batches'} * other_heads",
         f"for turn in range(0, tl.where({touched}, turns, 0)):",
         indented(body),
@@ -572,5 +602,5 @@ def pairs_kernel(program: Program, form: Form) -> Any:
         pairs_parameters(program, form),
         ["BLOCK_M", "BLOCK_N"],
         _pairs(program, form),
-        unspecialised=[*SIZES, "batches", *(f"n{i}" for i in range(program.numbers))],
+        unspecialised=[*_unspecialised(program), "batches"],
     )

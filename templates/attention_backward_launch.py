@@ -23,6 +23,7 @@ from .attention_backward import (
     rows_kernel,
     statistics_kernel,
 )
+from .attention_dropout import Dropout
 from .attention_launch import dense, products
 from .attention_program import Program
 from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
@@ -61,6 +62,8 @@ def keys_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> 
         return Tiling(32, 64, 8, 1, apart=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True, early=True)
+    if program.dropout:  # draws take registers too
+        return Tiling(32 if widest > 64 else 64, 64, 4, 2, merged=True)
     if not program.keep and widest > 64:
         return Tiling(64, 128, 8, 3)
     return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=_short(program))
@@ -150,8 +153,9 @@ class _Backward:
     def __init__(
         self, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, out: Tensor,
-        lse: Tensor, precision: str, keep_dlse: bool = False,
+        lse: Tensor, precision: str, keep_dlse: bool = False, dropout: Dropout | None = None,
     ) -> None:  # fmt: skip
+        self.dropout = dropout
         self.program, self.inputs, self.numbers = program, inputs, numbers
         self.q, self.k, self.v, self.do = map(dense, (q, k, v, do))
         self.batches, self.heads, self.rows = q.shape[:3]
@@ -219,6 +223,7 @@ class _Backward:
         for operand, tensor, block in zip(form.operands, tensors, blocks, strict=True):
             values |= operand.values(tensor, block)
         values |= self._rows(form, block_m)
+        values |= {} if self.dropout is None else self.dropout.values()
         values |= score_values(
             self.program, self.inputs, self.numbers, form.described, (block_m, block_n)
         )
@@ -330,14 +335,15 @@ def backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor],
     numbers: Sequence[int], program: Program, out: Tensor, lse: Tensor, needed: Sequence[bool],
     precision: str, keys: Tiling | None = None, rows: Tiling | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """(dq, dk, dv, gradients of the inputs), each of its tensor's shape and dtype.
 
     do [B, Hq, Sq, Dv], dlse [B, Hq, Sq] or None, q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
     v [B, Hkv, Sk, Dv], inputs [B, Hq, Sq, Sk] or 1 along any, out and lse of the forward.
     needed: for q, k, v and each input; what is not needed is an empty tensor. keys, rows: tilings
-    other than the default ones. Deterministic. Raises ValueError for an input that varies along
-    fewer axes than it has sizes, which has no one gradient.
+    other than the default ones. dropout: the forward's. Deterministic. Raises ValueError for an
+    input that varies along fewer axes than it has sizes, which has no one gradient.
     """
     dtype, head, value = q.dtype, q.shape[3], v.shape[3]
     for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True)):
@@ -360,7 +366,9 @@ def backward(
             grads[i] = torch.zeros_like(inputs[i])
         return dq, dk, dv, grads
     by_rows = any(gradient_axis(program.inputs[i].axes) == "rows" for i in wanted)
-    call = _Backward(do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows)
+    call = _Backward(
+        do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows, dropout
+    )
     sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}, "pairs": {}}
     for i in wanted:
         axes = program.inputs[i].axes

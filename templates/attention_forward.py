@@ -18,6 +18,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from . import attention_dropout as dropout
 from . import attention_text as text
 from .attention_program import LOG2E, Program
 from .attention_text import Operand, indented, joined
@@ -51,6 +52,7 @@ def parameters(program: Program, layout: Layout) -> list[str]:
     names += ["lse_ptr", "rows", "columns", "heads", "group", "total", "section"]
     if program.documents:
         names += ["doc_ptr", "doc_b", "doc_h"]
+    names += dropout.parameters(program)
     return names + text.score_parameters(program, layout.described)
 
 
@@ -165,6 +167,8 @@ def _body(program: Program, layout: Layout, how: str) -> str:
         scores(layout, limit),
         score(program, layout, how),
         softmax(program, how != "full"),
+        dropout.draws(program, "bh"),
+        "p = p * drop_factor" if program.dropout else "",
         _values(layout, limit),
     )
 
@@ -214,6 +218,7 @@ def body(program: Program, layout: Layout) -> str:
         layout.v.at(head="h // group"),
         text.inputs_at(program, described=layout.described),
         *queries,
+        dropout.seeded(program),
         *sums,
         'm = tl.full([BLOCK_M], float("-inf"), tl.float32)',
         "l = tl.zeros([BLOCK_M], tl.float32)",
@@ -232,5 +237,5 @@ def kernel(program: Program, layout: Layout) -> Any:
         parameters(program, layout),
         CONSTANTS,
         body(program, layout),
-        unspecialised=["rows", "columns", "total", "section", *numbers],
+        unspecialised=["rows", "columns", "total", "section", *numbers, *dropout.UNSPECIALISED],
     )

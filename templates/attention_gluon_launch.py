@@ -98,6 +98,7 @@ def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program)
     """Whether ``forward`` takes these arguments. Reads no values and launches nothing."""
     return (
         available()
+        and not program.dropout
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == k.dtype == v.dtype
         and q.shape[-1] in DIMS

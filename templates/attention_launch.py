@@ -17,6 +17,7 @@ from . import (
     attention_forward,
     attention_gluon_launch,
 )
+from .attention_dropout import Dropout
 from .attention_program import Program
 from .attention_text import Operand, by_tma, describable, score_values
 
@@ -48,6 +49,8 @@ def tiling(program: Program, dtype: torch.dtype, d: int, dv: int, tma: bool = Tr
     if not tma:
         return Tiling(64, 64, 8, 2) if widest <= 128 else Tiling(64, 32, 8, 2)
     if widest <= 64:
+        if program.dropout:
+            return Tiling(64, 64, 4, 2)
         if matrix or program.documents:
             return Tiling(64, 64, 4, 3, merged=True)
         whole = len(program.row_spans) == 1 and program.row_spans[0].lo == "0"
@@ -105,12 +108,13 @@ def by_gluon(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
-    program: Program, precision: str, chosen: Tiling | None = None,
+    program: Program, precision: str, chosen: Tiling | None = None, dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out [B, Hq, Sq, Dv] in q's dtype and order of dimensions, lse [B, Hq, Sq] in fp32).
 
     q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; inputs broadcast to [B, Hq, Sq, Sk].
-    precision: of products of fp32, "ieee" or "tf32". Deterministic.
+    precision: of products of fp32, "ieee" or "tf32". dropout: of programs that have one.
+    Deterministic.
     """
     batch, heads, rows, d = q.shape
     columns, dv = k.shape[2], v.shape[3]
@@ -138,6 +142,7 @@ def forward(
         "section": section(k, v, heads, chosen.near),
     }  # fmt: skip
     values |= score_values(program, inputs, numbers, described, (chosen.block_m, chosen.block_n))
+    values |= {} if dropout is None else dropout.values()
     if program.documents:
         found = attention_documents.hulls(program, inputs, "q", chosen.block_m)
         values |= attention_documents.hull_values(found)

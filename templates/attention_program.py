@@ -56,6 +56,7 @@ class Program:
     of ``differentiable``, per pair, fp32, of the shape of a tile or narrower.
     ``slope``: where ``ds`` is ``g`` times one number, that number; else None.
     ``empty``: what a row that keeps nothing gives, "zero" or "nan"; its lse is -inf.
+    ``dropout``: whether weights are dropped out, as ``attention_dropout`` says; lse is of all.
     """
 
     inputs: tuple[Input, ...] = ()
@@ -70,3 +71,4 @@ class Program:
     differentiable: tuple[int, ...] = ()
     empty: str = "zero"
     slope: float | None = None
+    dropout: bool = False

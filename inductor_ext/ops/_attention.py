@@ -7,6 +7,7 @@ generated around it, cuDNN or torch functions compute it, as ``_attention_choice
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -22,8 +23,10 @@ from inductor_ext.ops import _attention_choice as choice
 from inductor_ext.ops import _attention_composed as composed
 from inductor_ext.ops import _attention_options as options_of
 from inductor_ext.ops._attention_conditions import LARGEST_PLACE
+from inductor_ext.ops._attention_dropout import seed_of
 from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.ops._rows import beside
+from inductor_ext.templates.attention_dropout import Dropout
 from inductor_ext.templates.attention_program import Input, Program
 
 # --- what is computed, and by what ----------------------------------------------------------------
@@ -35,26 +38,29 @@ def kernels_apply(q: Tensor) -> bool:
 
 
 def program_of(
-    q: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], score: str, empty: str
-) -> Program | None:
+    q: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], score: str, empty: str,
+    dropout: float = 0.0,
+) -> Program | None:  # fmt: skip
     """The score as a kernel computes it for q's dtype and device; None where none can: kernels add
     places to numbers in 32 bits."""
     if not kernels_apply(q) or any(abs(n) >= LARGEST_PLACE for n in numbers):
         return None
     read = tuple(Input(x.dtype, _axes(x)) for x in inputs)
-    return _program(score, read, len(numbers), empty, q.dtype == torch.float32)
+    return _program(score, read, len(numbers), empty, q.dtype == torch.float32, dropout != 0)
 
 
 @functools.lru_cache(maxsize=1024)
 def _program(
-    score: str, inputs: tuple[Input, ...], numbers: int, empty: str, exact: bool
-) -> Program | None:
+    score: str, inputs: tuple[Input, ...], numbers: int, empty: str, exact: bool,
+    dropout: bool = False,
+) -> Program | None:  # fmt: skip
     from inductor_ext.ops import _attention_translate as translate  # needs triton
 
     try:
-        return translate.program(score, inputs, numbers, empty, exact)
+        found = translate.program(score, inputs, numbers, empty, exact)
     except translate.NoProgram:
         return None
+    return dataclasses.replace(found, dropout=dropout)
 
 
 def _axes(x: Tensor) -> str:
@@ -67,7 +73,7 @@ def _axes(x: Tensor) -> str:
 @functools.lru_cache(maxsize=256)
 def _sdpa_form(program: Program) -> str:
     """What SDPA calls such a score where there are as many rows as keys: "full", "causal" or ""."""
-    if program.scale is None or program.inputs or program.numbers:
+    if program.scale is None or program.inputs or program.numbers or program.dropout:
         return ""
     if not program.keep:
         return "full"
@@ -76,6 +82,12 @@ def _sdpa_form(program: Program) -> str:
         if _program(score.text, (), 0, program.empty, True) == program:
             return "causal"
     return ""
+
+
+def sdpa_form(score: str, empty: str) -> tuple[str, float]:
+    """What SDPA calls a score of no inputs and numbers ("full", "causal" or ""), and its scale."""
+    program = _program(score, (), 0, empty, True)
+    return ("", 1.0) if program is None else (_sdpa_form(program), program.scale or 1.0)
 
 
 def _plain(program: Program | None, q: Tensor, k: Tensor) -> str:
@@ -98,6 +110,7 @@ def _case(
         and compat_attention.cudnn_takes(q, k, v, plain == "causal", differentiated),
         gluon=bool(plain) and _by_gluon(q, k, v, program),
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        dropout=program is not None and program.dropout,
     )  # fmt: skip
 
 
@@ -137,15 +150,16 @@ def _laid(found: Tensor, q: Tensor) -> Tensor:
 @opaque_op("inductor_ext::attention")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor], numbers: list[int], score: str,
-    empty: str,
+    empty: str, seed: Tensor | None = None, dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``seed`` ([1], int64, on q's device) decides which weights are dropped out."""
     if q.numel() == 0 or k.shape[2] == 0:
         return _nothing(q, v, empty)
-    program = program_of(q, inputs, numbers, score, empty)
+    program = program_of(q, inputs, numbers, score, empty, dropout)
     chosen = choice.forward(_case(q, k, v, program))
     if chosen == "composed":
         out, lse = _results(q, v)
-        composed.forward(q, k, v, inputs, numbers, score, empty, out, lse)
+        composed.forward(q, k, v, inputs, numbers, score, empty, out, lse, _drop(seed, dropout))
         return out, lse
     assert program is not None
     if chosen == "cudnn":
@@ -158,8 +172,16 @@ def _attention(
     else:
         from inductor_ext.templates import attention_launch as launch
 
-        out, lse = launch.forward(q, k, v, inputs, numbers, program, float32_precision())
+        out, lse = launch.forward(
+            q, k, v, inputs, numbers, program, float32_precision(), dropout=_drop(seed, dropout)
+        )
     return _laid(out, q), lse.contiguous()
+
+
+def _drop(seed: Tensor | None, probability: float) -> Dropout | None:
+    if seed is None:
+        return None
+    return Dropout(seed, probability)
 
 
 def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +198,7 @@ def _nothing(q: Tensor, v: Tensor, empty: str) -> tuple[Tensor, Tensor]:
 @_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor], numbers: list[int], score: str,
-    empty: str,
+    empty: str, seed: Tensor | None = None, dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _results(q, v)
 
@@ -185,13 +207,14 @@ def _(
 def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
     numbers: list[int], score: str, empty: str, out: Tensor, lse: Tensor, needed: list[bool],
+    seed: Tensor | None = None, dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """``needed``: of q, k, v and of each input; what is not needed comes empty."""
     if q.numel() == 0 or k.shape[2] == 0:
         dq, dk, dv, own = _places(q, k, v, inputs, needed)
         return dq.zero_(), dk.zero_(), dv.zero_(), [t.zero_() for t in own]
     given, inputs = inputs, [_collapsed(x) for x in inputs]
-    program = program_of(q, inputs, numbers, score, empty)
+    program = program_of(q, inputs, numbers, score, empty, dropout)
     case = _case(q, k, v, program, True)
     chosen = choice.backward(case, of_lse=dlse is not None)
     found: list[Tensor]
@@ -209,7 +232,7 @@ def _backward(
         of_inputs = [n and i in program.differentiable for i, n in enumerate(needed[3:])]
         *found, dinputs = launch.backward(
             do, dlse, q, k, v, inputs, numbers, program, out, lse, [*needed[:3], *of_inputs],
-            float32_precision(),
+            float32_precision(), dropout=_drop(seed, dropout),
         )  # fmt: skip
         zero = q.new_zeros(())
         dinputs = [
@@ -218,7 +241,7 @@ def _backward(
         ]
     else:
         *found, dinputs = composed.backward(
-            do, dlse, q, k, v, inputs, numbers, score, needed
+            do, dlse, q, k, v, inputs, numbers, score, needed, _drop(seed, dropout)
         )  # fmt: skip
     dq, dk, dv = (
         _laid(part, t) if need else t.new_empty(0)
@@ -265,6 +288,7 @@ def _spread(found: Tensor, x: Tensor) -> Tensor:
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
     numbers: list[int], score: str, empty: str, out: Tensor, lse: Tensor, needed: list[bool],
+    seed: Tensor | None = None, dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     return _places(q, k, v, inputs, needed)
 
@@ -344,32 +368,34 @@ def gathered(pages: Tensor, block_table: Tensor) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, read, ctx.numbers, ctx.score, ctx.empty = inputs
+    q, k, v, read, ctx.numbers, ctx.score, ctx.empty, seed, ctx.dropout = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *read)
+    ctx.save_for_backward(seed, q, k, v, *output, *read)
 
 
 def _grad(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-    q, k, v, out, lse, *inputs = ctx.saved_tensors
-    rest: Any = (None if ctx.numbers else [], None, None)  # an empty list counts as one of tensors
+    seed, q, k, v, out, lse, *inputs = ctx.saved_tensors
+    # An empty list counts as one of tensors; arguments that were left out have no gradient.
+    rest: Any = (None if ctx.numbers else [], *[None] * (len(ctx.needs_input_grad) - 5))
     if do is None and dlse is None:
         return None, None, None, [None] * len(inputs), *rest
     if do is None:
         do = torch.zeros_like(out)
     needed = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[3]]
     if torch.is_grad_enabled() or under_functorch():
-        dq, dk, dv, *dinputs = _again(ctx, (q, k, v, *inputs), do, dlse)
+        dq, dk, dv, *dinputs = _again(ctx, seed, (q, k, v, *inputs), do, dlse)
         return dq, dk, dv, dinputs, *rest
     dq, dk, dv, dinputs = _backward(
-        do, dlse, q, k, v, inputs, ctx.numbers, ctx.score, ctx.empty, out, lse, needed
-    )
+        do, dlse, q, k, v, inputs, ctx.numbers, ctx.score, ctx.empty, out, lse, needed, seed,
+        ctx.dropout,
+    )  # fmt: skip
     dq, dk, dv, *dinputs = (
         g if n else None for g, n in zip((dq, dk, dv, *dinputs), needed, strict=True)
     )
     return dq, dk, dv, dinputs, *rest
 
 
-def _again(ctx: Any, tensors: Any, do: Tensor, dlse: Tensor | None) -> Any:
+def _again(ctx: Any, seed: Tensor | None, tensors: Any, do: Tensor, dlse: Tensor | None) -> Any:
     """The gradients as differentiable functions, for ``create_graph``."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -381,8 +407,9 @@ def _again(ctx: Any, tensors: Any, do: Tensor, dlse: Tensor | None) -> Any:
             for t, f in zip(own, floating, strict=True)
         ]
         out, lse = composed.attention(
-            own[0], own[1], own[2], own[3:], ctx.numbers, ctx.score, ctx.empty
-        )
+            own[0], own[1], own[2], own[3:], ctx.numbers, ctx.score, ctx.empty,
+            _drop(seed, ctx.dropout),
+        )  # fmt: skip
         pairs = [(out, do)] if dlse is None else [(out, do), (lse, dlse.to(lse.dtype))]
         leaves = [t for t, f in zip(own, floating, strict=True) if f]
         grads = iter(torch.autograd.grad(
@@ -398,9 +425,11 @@ _attention.register_autograd(_grad, setup_context=_setup)
 @_attention.register_vmap
 def _(
     info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
-    numbers: list[int], score: str, empty: str,
+    numbers: list[int], score: str, empty: str, seed: Tensor | None = None, dropout: float = 0.0,
 ) -> Any:  # fmt: skip
     """In a compiled program, where a vmap is a larger batch."""
+    if seed is not None:
+        raise NotImplementedError("dropout is expected outside of vmap, got it in one")
     if re.search(r"\bb\b", score):
         raise NotImplementedError("a score that reads b is expected outside of vmap, got it in one")
     count = info.batch_size
@@ -427,14 +456,16 @@ def _(
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor], numbers: list[Any], score: str,
-    empty: str = "zero",
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse), differentiable any number of times, under any transform."""
+    seed = seed_of(q.device) if dropout else None
     if under_functorch():
-        return composed.attention(q, k, v, inputs, numbers, score, empty)
+        drop = _drop(seed, dropout)
+        return composed.attention(q, k, v, inputs, numbers, score, "zero", drop)
     inputs = [_own_elements(x) for x in inputs]
     with beside(q):
-        return _attention(q, k, v, inputs, numbers, score, empty)
+        return _attention(q, k, v, inputs, numbers, score, "zero", seed, dropout)
 
 
 def _own_elements(x: Tensor) -> Tensor:
@@ -444,19 +475,22 @@ def _own_elements(x: Tensor) -> Tensor:
 
 
 def of_lengths(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None, lengths: Tensor, score: Any
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None, lengths: Tensor, score: Any,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same of keys of which each sequence has its own number."""
     tensors = q, k, v, *score.inputs
-    if not under_functorch() and not (
-        torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if (
+        not dropout
+        and not under_functorch()
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     ):
         with beside(q):
             return _ragged(
                 q, k, v, block_table, lengths, score.inputs, score.numbers, score.text, "zero"
             )
     k, v, text, inputs = dense(k, v, block_table, lengths, score)
-    return attend(q, k, v, inputs, score.numbers, text)
+    return attend(q, k, v, inputs, score.numbers, text, dropout)
 
 
 def dense(

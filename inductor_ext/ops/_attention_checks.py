@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inductor_ext.templates.attention_dropout import LARGEST, LEAST
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WHOLE = (torch.int32, torch.int64)
 
@@ -73,8 +75,10 @@ def check_numbers(scale: Any, softcap: Any, dropout: Any) -> None:
         raise ValueError(f"scale is expected as a finite number other than 0, got {scale}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap is expected as a positive number or None, got {softcap}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is expected as a probability in [0, 1), got {dropout}")
+    if dropout != 0 and not LEAST <= dropout <= LARGEST:
+        raise ValueError(
+            f"dropout is expected as 0 or a probability in [{LEAST}, {LARGEST}], got {dropout}"
+        )
 
 
 def causal_of(causal: Any) -> str:

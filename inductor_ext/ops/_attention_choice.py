@@ -29,7 +29,7 @@ class Case:
     sees the keys up to q, else "". ``has_program``: whether kernels can compute the score.
     ``cudnn``: whether torch would let cuDNN do it, by shapes, strides, settings and versions;
     ``gluon``: whether the forward kernel is the one of warps that specialise, and long enough for
-    its launch."""
+    its launch; ``dropout``: whether kernels would drop weights out."""
 
     on_card: bool
     capability: tuple[int, int]
@@ -45,6 +45,7 @@ class Case:
     cudnn: bool
     gluon: bool
     deterministic: bool
+    dropout: bool = False
 
     @property
     def kernels(self) -> bool:
@@ -56,7 +57,7 @@ def forward(case: Case) -> str:
     """ "cudnn", "decode", "kernel" or "composed"."""
     if not case.kernels or max(case.dim, case.value_dim) > LARGEST:
         return "composed"
-    if case.rows * (case.heads // case.own_heads) <= FEW_ROWS:
+    if case.rows * (case.heads // case.own_heads) <= FEW_ROWS and not case.dropout:
         return "decode"
     ours = case.gluon and case.dim == case.value_dim == 128
     ours = ours and case.rows >= LEAST_ROWS.get(case.plain, 0)

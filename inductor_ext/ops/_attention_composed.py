@@ -11,25 +11,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from inductor_ext.ops._attention_dropout import kept as drawn_of
 from inductor_ext.ops._attention_score import read
 from inductor_ext.ops._composed import wide
 from inductor_ext.ops._mhc_composed import without_autocast
 from inductor_ext.ops._rows import is_zero
+from inductor_ext.templates.attention_dropout import Dropout
 
 LARGEST_BLOCK = 1 << 25  # scores held at once where no gradient is recorded
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], score: str,
-    empty: str, dropout: float = 0.0,
+    empty: str, dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], in one piece."""
     with without_autocast(q):
         scores = _Scores(q, k, inputs, numbers, score)
-        out, lse = _softmax(scores.rows(q, inputs, 0), wide(v), empty, dropout)
+        weights = scores.kept(dropout, 0, q.shape[2])
+        out, lse = _softmax(scores.rows(q, inputs, 0), wide(v), empty, weights)
     return out.to(q.dtype), lse
 
 
@@ -59,6 +61,13 @@ class _Scores:
         )  # fmt: skip
         return r.to(s.dtype).expand(s.shape)
 
+    def kept(self, dropout: Dropout | None, first: Any, rows: Any) -> Tensor | None:
+        """What the weights of query rows from ``first`` on are multiplied by; None for nothing."""
+        if dropout is None:
+            return None
+        drawn = drawn_of(dropout, self.batch, self.heads, first, rows, self.columns)
+        return drawn * dropout.scale
+
     def blocks(self) -> Iterator[slice]:
         """Slices of query rows of which few enough scores exist at once."""
         of_row = max(self.batch * self.heads * self.columns, 1)
@@ -77,7 +86,9 @@ def _grouped(rows: Tensor, matrices: Tensor) -> Tensor:
     return found.unflatten(2, (group, rows.shape[2])).flatten(1, 2)
 
 
-def _softmax(r: Tensor, v: Tensor, empty: str, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+def _softmax(
+    r: Tensor, v: Tensor, empty: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if is_zero(r.shape[-1]):
         return _grouped(r, v), r.new_full(r.shape[:-1], -math.inf)
     top = r.detach().amax(-1, keepdim=True)
@@ -85,7 +96,7 @@ def _softmax(r: Tensor, v: Tensor, empty: str, dropout: float = 0.0) -> tuple[Te
     p = torch.exp(r - torch.where(none, 0.0, top))
     total = p.sum(-1, keepdim=True)
     total = torch.where(none, 1.0, total)
-    out = _grouped(F.dropout(p, dropout) if dropout else p, v) / total
+    out = _grouped(p if weights is None else p * weights, v) / total
     lse = torch.where(none, -math.inf, top + total.log())
     return torch.where(none, math.nan, out) if empty == "nan" else out, lse.squeeze(-1)
 
@@ -97,21 +108,22 @@ def _at(inputs: Sequence[Tensor], rows: slice) -> list[Tensor]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], score: str,
-    empty: str, out: Tensor, lse: Tensor,
+    empty: str, out: Tensor, lse: Tensor, dropout: Dropout | None = None,
 ) -> None:  # fmt: skip
     """Writes out and lse."""
     with without_autocast(q):
         scores, values = _Scores(q, k, inputs, numbers, score), wide(v)
         for rows in scores.blocks():
             r = scores.rows(q[:, :, rows], _at(inputs, rows), rows.start)
-            found = _softmax(r, values, empty)
+            weights = scores.kept(dropout, rows.start, r.shape[2])
+            found = _softmax(r, values, empty, weights)
             out[:, :, rows].copy_(found[0])
             lse[:, :, rows].copy_(found[1])
 
 
 def backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor],
-    numbers: Sequence[Any], score: str, needed: Sequence[bool],
+    numbers: Sequence[Any], score: str, needed: Sequence[bool], dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """(dq, dk, dv, gradients of the inputs), wide but dq; ``needed``: of q, k, v and each input."""
     dq = torch.empty_like(q)
@@ -131,7 +143,8 @@ def backward(
                 given = list(here)
                 for i, x in zip(wanted, own, strict=True):
                     given[i] = x
-                return _softmax(scores.rows(q, given, rows.start, k), v, "zero")
+                r = scores.rows(q, given, rows.start, k)
+                return _softmax(r, v, "zero", scores.kept(dropout, rows.start, r.shape[2]))
 
             (out, lse), pull = torch.func.vjp(
                 block, wide(q[:, :, rows]), keys, values, *(here[i] for i in wanted)

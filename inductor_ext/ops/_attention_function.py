@@ -12,7 +12,6 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from inductor_ext.ops import _attention as operation
 from inductor_ext.ops import _attention_checks as checks
-from inductor_ext.ops import _attention_composed as composed
 from inductor_ext.ops import _attention_options as options_of
 from inductor_ext.ops._rows import is_zero
 
@@ -68,9 +67,10 @@ def attention(
         lengths: [B], int32 or int64: the keys that each sequence has, from the front; Sk in all of
             the above is this then. Needed with ``block_table``. Not looked at by the host: what
             rows of a length below 0 or over Sk give is not defined.
-        dropout: probability with which a weight is 0, the others scaled up, by torch's generator.
-            Computed by SDPA where nothing else is asked for but ``causal``, else of torch functions
-            with Sq x Sk weights in memory.
+        dropout: probability with which a weight is 0, the others scaled up: 0, or of 2^-10 to
+            1 - 2^-10 in steps of 2^-16. Each call takes a seed from torch's generator; what is
+            dropped follows from it and from places (Philox4x32-7), so that nothing is stored for
+            the backward. It is not what ``F.dropout`` would drop. lse is that of all scores.
         return_lse: return the log-sum-exp of the scores (with ``sink``), natural logarithm.
         return_colsum: return the sum of the weights that each key got, over the rows and the heads
             of its group. Not with ``dropout``. No gradients pass through it.
@@ -124,13 +124,10 @@ def attention(
             enable_gqa=q.shape[1] != own,
         )  # fmt: skip
     score = options_of.score_of(options, q.shape[1], q.shape[1] // own)
-    if dropout:
-        k, v, text, inputs = operation.dense(k, v, block_table, lengths, score)
-        out, lse = composed.attention(q, k, v, inputs, score.numbers, text, "zero", dropout)
-    elif lengths is not None:
-        out, lse = operation.of_lengths(q, k, v, block_table, lengths, score)
+    if lengths is not None:
+        out, lse = operation.of_lengths(q, k, v, block_table, lengths, score, dropout)
     else:
-        out, lse = operation.attend(q, k, v, score.inputs, score.numbers, score.text)
+        out, lse = operation.attend(q, k, v, score.inputs, score.numbers, score.text, dropout)
     if sink is not None:
         own_sink = sink.to(lse.dtype)[:, None]
         out = (out * torch.sigmoid(lse - own_sink).unsqueeze(-1)).to(q.dtype)

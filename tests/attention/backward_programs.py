@@ -162,8 +162,9 @@ def draw_inputs(score, batch, heads, rows, columns):
     return found
 
 
-def attention(score, q, k, v, inputs):
-    """(out, lse), quadratic, in the dtype of the tensors; scores and softmax in fp32 or fp64."""
+def attention(score, q, k, v, inputs, factors=None):
+    """(out, lse), quadratic, in the dtype of the tensors; scores and softmax in fp32 or fp64.
+    ``factors``: of the weights, by a dropout."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads, kv_heads = q.shape[1], k.shape[1]
     k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
@@ -178,15 +179,17 @@ def attention(score, q, k, v, inputs):
     none = (r == -torch.inf).all(-1, keepdim=True)
     lse = torch.logsumexp(r.masked_fill(none, 0.0), -1).masked_fill(none[..., 0], -torch.inf)
     p = torch.softmax(r.masked_fill(none, 0.0), -1).masked_fill(none, 0.0)
-    return (p.to(q.dtype).to(wide) @ v.to(wide)).to(q.dtype), lse
+    p = p.to(q.dtype)
+    p = p if factors is None else p * factors.to(q.dtype)
+    return (p.to(wide) @ v.to(wide)).to(q.dtype), lse
 
 
-def gradients(score, q, k, v, inputs, do, dlse=None):
+def gradients(score, q, k, v, inputs, do, dlse=None, factors=None):
     """(out, lse, (dq, dk, dv, *those of the inputs that ask for one)) by torch's autograd."""
     asked = [wanted for *_, wanted in score.inputs]
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     own = [x.detach().requires_grad_(a) for x, a in zip(inputs, asked, strict=True)]
-    out, lse = attention(score, *leaves, own)
+    out, lse = attention(score, *leaves, own, factors)
     total = (out * do).sum()
     if dlse is not None:
         total = total + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()

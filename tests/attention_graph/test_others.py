@@ -15,14 +15,6 @@ def scores(q, k):
     return q @ k.transpose(-1, -2) * 0.125
 
 
-def dropped(q, k, v):
-    return F.dropout(scores(q, k).softmax(-1), 0.1, True) @ v
-
-
-def dropped_call(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, causal(q).logical_not(), dropout_p=0.1)
-
-
 def returned(q, k, v):
     weights = scores(q, k).softmax(-1)
     return weights @ v, weights
@@ -103,8 +95,6 @@ def wide(q, k, v):
 
 
 OTHERS = {
-    dropped: "its weights are dropped out",
-    dropped_call: "its weights are dropped out",
     returned: "output uses a value in between",
     scores_returned: "output uses a value in between",
     earlier_value_used: "written to in this graph",

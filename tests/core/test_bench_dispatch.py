@@ -201,7 +201,7 @@ def test_bench_lists_what_is_a_benchmark(capsys):
 
     assert main(["bench", "no_such"]) == 2
     there = (
-        "attention, attention_decode, attention_gluon, attention_tilings, "
+        "attention, attention_decode, attention_dropout, attention_gluon, attention_tilings, "
         "attention_tilings_backward, cross_entropy, cross_entropy_spellings, decompose_k, "
         "dispatch, linear_attention, mhc, plan, scan."
     )

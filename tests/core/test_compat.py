@@ -359,6 +359,12 @@ def test_the_kind_of_wrapper_is_known_in_a_pass():
         assert compat.ahead_of_time()
 
 
+def test_whose_random_numbers_are_wanted():
+    assert not compat.draws_as_eager()
+    with torch._inductor.config.patch(fallback_random=True):
+        assert compat.draws_as_eager()
+
+
 def test_the_store_of_a_job():
     accepts("torch.distributed.distributed_c10d:_get_default_store")
     assert compat.distributed_store() == (None, 0, 1)
