@@ -19,12 +19,14 @@ import triton.language as tl
 
 from . import attention_documents
 from .attention_program import LOG2E, Program
+from .attention_text import describable, unexpanded
 
 # Versions of Triton whose Gluon compiles the kernel and on which it was checked on a card.
 VERSIONS = ("3.6.",)
 DIMS = (64, 128)
 # K and V of the heads that programs work on together: what stays in a cache of 50 MB.
 SECTION_BYTES = 16 * 2**20
+MOST_STAGED = 2  # inputs that are copied into shared memory
 
 
 @dataclass(frozen=True)
@@ -140,18 +142,26 @@ def _tuple(values: list[str]) -> str:
     return f"({', '.join(values or ['b'])},)"
 
 
-def _inputs(program: Program) -> dict[str, tuple[str, list[str], str]]:
+def staged(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The inputs along keys that are copied into shared memory, matrices first."""
+    found = describable(program, inputs)
+    return tuple(sorted(found, key=lambda i: "q" not in program.inputs[i].axes)[:MOST_STAGED])
+
+
+def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that read inputs. What a kernel gets as
     ``inputs`` are a pointer and the strides along its axes of each."""
     origins: list[str] = []
     rows: list[str] = []
     keys: list[str] = []
     at = 0
-    for given in program.inputs:
+    for i, given in enumerate(program.inputs):
         stride = {axis: f"inputs[{at + 1 + n}]" for n, axis in enumerate(given.axes)}
         head = [f"tl.cast({a}, tl.int64) * {stride[a]}" for a in given.axes if a in "bh"]
         where = " + ".join([f"inputs[{at}]", *head])
         at += 1 + len(given.axes)
+        if i in copied:
+            continue
         if "k" not in given.axes:
             near = f" + tl.cast(q, tl.int64) * {stride['q']}" if "q" in given.axes else ""
             rows.append(f"tl.load({where}{near})")
@@ -175,45 +185,48 @@ def _inputs(program: Program) -> dict[str, tuple[str, list[str], str]]:
             ["b = k0", *keys],
             _tuple([f"x{i}" for i in range(len(origins))]),
         ),
-    }
+        "staged_places": (
+            "b, h, q, k", [],
+            _tuple([a if a in program.inputs[i].axes else "0" for i in copied for a in "bhqk"]),
+        ),
+    }  # fmt: skip
 
 
-def functions(program: Program) -> dict[str, tuple[str, list[str], str]]:
+def functions(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that are a program's own."""
     numbers = [f"n{i} = numbers[{i}]" for i in range(program.numbers)]
-    values, fixed, moving = [], 0, 0
-    for i, given in enumerate(program.inputs):
-        if "k" in given.axes:
-            values.append(f"x{i} = moving[{moving}]")
-            moving += 1
-        else:
-            values.append(f"x{i} = fixed[{fixed}]")
-            fixed += 1
+    every = range(len(program.inputs))
+    fixed = [i for i in every if "k" not in program.inputs[i].axes]
+    moving = [i for i in every if i not in fixed and i not in copied] or [-1]  # see ``_tuple``
+    values = [f"x{i} = fixed[{at}]" for at, i in enumerate(fixed)]
+    values += [f"x{i} = moving[{at}]" for at, i in enumerate([*moving, *copied]) if i >= 0]
     bounds = [b for s in program.row_spans for b in (s.lo, s.hi, s.full_lo, s.full_hi)]
     common = "b, h, rows, columns, numbers, fixed, moving"
     score = [*numbers, *values, *program.score.splitlines()] if scored(program) else []
     keep = [*numbers, *values, *program.keep.splitlines()] if program.keep else []
     return {
         "spans": ("q0, q1, rows, columns, numbers", numbers, f"({', '.join(bounds)})"),
-        **_inputs(program),
+        **_inputs(program, copied),
         "score": (f"s, q, k, {common}", score, "r" if score else "s"),
         "keep": (f"q, k, {common}", keep, "keep" if keep else "k < columns"),
     }
 
 
-def define(program: Program) -> ModuleType:
-    """A fresh copy of the module ``attention_gluon`` with the functions of a program."""
+def define(program: Program, copied: tuple[int, ...] = ()) -> ModuleType:
+    """A fresh copy of the module ``attention_gluon`` with the functions of a program; ``copied``:
+    the inputs that are ``staged``."""
     path = Path(__file__).with_name("attention_gluon.py")
     name = f"{__package__}.attention_gluon"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for function, (arguments, body, result) in functions(program).items():
+    for function, (arguments, body, result) in functions(program, copied).items():
         setattr(module, function, _function(function, arguments, body, result, name))
     module.SCORED = tl.constexpr(scored(program))
     module.SPANS = tl.constexpr(len(program.row_spans))
     module.DOCUMENTS = tl.constexpr(program.documents is not None)
+    module.STAGED = tl.constexpr(len(copied))
     return module
 
 
@@ -221,18 +234,19 @@ kernels = functools.cache(define)
 
 
 @functools.cache
-def _shared_layout() -> Any:
+def _shared_layout(bits: int, vector: bool) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(128, 16, rank=4)
+    return NVMMASharedLayout(0 if vector else 128, bits, rank=4)
 
 
 def _described(x: torch.Tensor, block: list[int]) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    layout = _shared_layout(8 * x.element_size(), block[2] == 1)
     # The step of a dimension of one entry is never taken, but has to be one that a map can have.
     strides = [8 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _shared_layout())
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
 def _like(q: torch.Tensor, dim: int) -> torch.Tensor:
@@ -242,6 +256,12 @@ def _like(q: torch.Tensor, dim: int) -> torch.Tensor:
     order = sorted(range(3), key=lambda i: (q.stride(i), -i), reverse=True)
     shape = [q.shape[i] for i in order]
     return q.new_empty([*shape, dim]).permute(*(order.index(i) for i in range(3)), 3)
+
+
+def _bytes(described: Any, tile: Tile) -> int:
+    """Of a staged input in one place of the ring."""
+    _, _, rows, keys = described.block_shape
+    return (tile.consumers if rows > 1 else 1) * rows * keys * described.base.element_size()
 
 
 def launch(
@@ -271,6 +291,11 @@ def launch(
         hulls = attention_documents.hulls(program, inputs, "q", tile.rows)
         documents = tuple(attention_documents.hull_values(hulls).values())
     each = 16 * tile.warps
+    copied = staged(program, inputs)
+    maps: list[Any] = []
+    for i in copied:
+        part = each if "q" in program.inputs[i].axes else 1
+        maps.append(_described(unexpanded(inputs[i]), [1, 1, part, tile.keys]))
     consumer, producer = tile.registers
     grid = (tiles if tile.schedule == "each" else min(tiles, multiprocessors),)
     # Where every program has one tile there is nothing to be told.
@@ -280,6 +305,7 @@ def launch(
         "k_desc": _described(k, [1, 1, tile.keys, d]),
         "v_desc": _described(v, [1, 1, tile.keys, dv]),
         "out_desc": _described(out, [1, 1, each, dv]),
+        **{f"x{j}_desc": maps[j] if j < len(maps) else None for j in range(MOST_STAGED)},
         "lse": lse,
         "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse,
         "tiles": tiles,
@@ -301,11 +327,12 @@ def launch(
         "PINGPONG": tile.pingpong and tile.consumers > 1,
         "NAN": program.empty == "nan",
         "DYNAMIC": dynamic,
+        "STAGED_BYTES": sum(_bytes(m, tile) for m in maps),
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "num_warps": tile.warps,
     }
-    return kernels(program).attention_gluon, grid, arguments
+    return kernels(program, copied).attention_gluon, grid, arguments
 
 
 def forward(

@@ -39,7 +39,8 @@ def emulated(q, k, v, program, tile, inputs=(), numbers=(), programs=2, delay=0.
         _, grid, arguments = launch.launch(
             q, k, v, inputs, numbers, program, out, lse, tile, programs
         )
-    interpret(lambda: launch.define(program).attention_gluon, grid[0], arguments, delay)
+    copied = launch.staged(program, inputs)
+    interpret(lambda: launch.define(program, copied).attention_gluon, grid[0], arguments, delay)
     return out, lse
 
 
