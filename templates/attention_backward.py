@@ -10,9 +10,9 @@ With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradie
 ``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over
 query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are
 the left operands of their products as they come out of registers. ``rows_kernel`` holds a tile of
-query rows and goes over keys. ``pairs_kernel`` holds a tile of both and goes over what an input
-with both is broadcast along. No two programs add to one place in memory, so all is deterministic.
-A row without keys has lse2 = inf, hence p = 0: its gradients are 0.
+query rows and goes over keys; the gradient of an input with both it stores pair by pair, for some
+heads at a time, which are summed over what the input is broadcast along. No two programs add to
+one place in memory, so all is deterministic. A row without keys has lse2 = inf, hence p = 0: its gradients are 0.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ from .attention_text import (
 # Sizes that are not to be compiled in.
 SIZES = ["rows", "columns", "kv_heads", "group", "heads", "together", "padded"]
 
+# Which heads of which batches a launch is for.
+PART = ["first_batch", "first_head", "some_heads"]
+
 STATISTICS = ("shift", "delta")  # lse2 and delta
 
 
 def gradient_axis(axes: str) -> str:
-    """Which kernel makes the gradient of an input that varies along ``axes``: "rows" (not along
-    keys), "columns" (along keys only) or "pairs"."""
+    """How the gradient of an input that varies along ``axes`` is made: by sums over "rows" (not
+    along keys), over "columns" (along keys only), or as "pairs"."""
     return "rows" if "k" not in axes else "pairs" if "q" in axes else "columns"
 
 
@@ -58,7 +61,8 @@ class Form:
     """What is compiled besides the program. ``head``, ``value``: D and Dv. ``tma``: q, k, v and
     do through tensor descriptors, ``descriptors``: lse2 and delta as well, ``described``: which of
     the score's inputs. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a kernel
-    makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``merged``: one loop over
+    makes. ``inputs``: the numbers of the inputs whose gradient it sums, ``pairs``: of those whose
+    gradient it stores for each pair. ``merged``: one loop over
     all tiles, whose mask is a branch, in place of one over whole tiles and one over the others.
     ``early``: dP is made before p, so that the other products follow one another. ``streamed``: the
     inputs along rows only that the keys kernel reads through descriptors."""
@@ -73,6 +77,7 @@ class Form:
     dk: tuple[int, ...] = ()
     dv: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
+    pairs: tuple[int, ...] = ()
     merged: bool = False
     early: bool = False
     streamed: tuple[int, ...] = ()
@@ -404,8 +409,10 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
         "p = tl.exp2(r - shift)",
         "" if form.early else given,
         "g = p * dp",
-        _gradient(program, form.inputs),
+        _gradient(program, form.inputs + form.pairs),
     ]
+    for i in form.pairs:
+        lines.append(_stored_pairs(i, f"tl.broadcast_to(d{i}, [BLOCK_M, BLOCK_N])"))
     if form.dq:
         lines.append("narrow_ds = ds.to(key0.dtype)")
     for i in form.dq:
@@ -418,6 +425,31 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
 
 def _summed(name: str, form: Form) -> str:
     return "\n".join(f"{name}{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)" for i in form.inputs)
+
+
+def _stored_pairs(i: int, value: str) -> str:
+    """``value`` for a tile's pairs. There is memory for whole tiles: no mask, wide stores."""
+    at = f"pair{i}_at + (ql * pair_step + (k_start + kl))"
+    return f"tl.store({at}, ({value}).to(pair{i}_ptr.dtype.element_ty))"
+
+
+def _unkept_pairs(program: Program, form: Form) -> str:
+    """Zeros for the pairs of tiles that the loops leave out."""
+    lo, hi = [], []
+    for span in program.row_spans:
+        lo.append(f"tl.maximum({span.lo}, doc_lo)" if program.documents else span.lo)
+        hi.append(f"tl.minimum({span.hi}, doc_hi)" if program.documents else span.hi)
+    if not form.pairs or list(zip(lo, hi, strict=True)) == [("0", "columns")]:
+        return ""
+    touched = " | ".join(
+        f"((k_start < {b}) & (k_start + BLOCK_N > {a}))" for a, b in zip(lo, hi, strict=True)
+    )
+    zeros = [_stored_pairs(i, "tl.zeros([BLOCK_M, BLOCK_N], tl.float32)") for i in form.pairs]
+    return joined(
+        "for k_start in range(0, columns, BLOCK_N):",
+        f"    if not ({touched}):",
+        indented(joined(*zeros), 8),
+    )
 
 
 def _corrected(form: Form) -> str:
@@ -444,6 +476,8 @@ def rows_parameters(program: Program, form: Form) -> list[str]:
         names += Operand("dq", 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
     names += ["lse_grad_ptr"] if form.inputs else []
+    names += [f"pair{i}_ptr" for i in form.pairs]
+    names += ["pair_step", "pair_rows", *PART] if form.pairs else []
     return [*names, *_given(program, form)]
 
 
@@ -460,10 +494,14 @@ def _rows(program: Program, form: Form) -> str:
         ends.append(result.at())
         for i in form.dq:
             ends.append(result.store(i, "q_start", "BLOCK_M", "rows", f"dq{i}{factor}"))
+    some = ["b = bh // heads", "h = bh % heads"]
+    if form.pairs:
+        some = ["b = first_batch + bh // some_heads", "h = first_head + bh % some_heads"]
+        first = "tl.cast(bh, tl.int64) * pair_rows + q_start"
+        some += [f"pair{i}_at = pair{i}_ptr + ({first}) * pair_step" for i in form.pairs]
     return joined(
         _place("q", "rows", "BLOCK_M", True),
-        "b = bh // heads",
-        "h = bh % heads",
+        *some,
         "kv_head = h // group",
         "ql = tl.arange(0, BLOCK_M)[:, None]",
         "kl = tl.arange(0, BLOCK_N)[None, :]",
@@ -485,6 +523,7 @@ def _rows(program: Program, form: Form) -> str:
         _hull(program, "q_start // BLOCK_M"),
         over.head,
         _tiles(over, form, functools.partial(_rows_body, program, form)),
+        _unkept_pairs(program, form),
         *ends,
         _corrected(form),
     )
@@ -497,80 +536,9 @@ def rows_kernel(program: Program, form: Form) -> Any:
         rows_parameters(program, form),
         ["BLOCK_M", "BLOCK_N", "STAGES"],
         _rows(program, form),
-        unspecialised=[*SIZES, *(f"n{i}" for i in range(program.numbers))],
-    )
-
-
-# ----------------------------------------------------------------------------------------
-# the gradient of one input along rows and columns
-
-
-def pairs_parameters(program: Program, form: Form) -> list[str]:
-    names = [name for operand in form.operands for name in operand.parameters]
-    names += [*statistics_parameters(form), "grad_ptr"]
-    return [*names, *score_parameters(program, form.described), *SIZES, "batches"]
-
-
-def _pairs(program: Program, form: Form) -> str:
-    query, key, value, out_grad = form.operands
-    (i,) = form.inputs
-    options = _options(form)
-    axes = program.inputs[i].axes
-    touched = " | ".join(
-        f"((k_start < {span.hi}) & (k_start + BLOCK_N > {span.lo}))" for span in program.row_spans
-    )
-    body = joined(
-        f"b = {'outer // own_heads' if 'b' in axes else 'turn // other_heads'}",
-        f"h = {'outer % own_heads' if 'h' in axes else 'turn % other_heads'}",
-        "kv_head = h // group",
-        query.at(),
-        out_grad.at(),
-        key.at("b", "kv_head"),
-        value.at("b", "kv_head"),
-        inputs_at(program, described=form.described),
-        "row = b * heads + h",
-        "row_at = tl.cast(row, tl.int64) * padded",
-        _loaded(query, "q_start", "BLOCK_M", "rows"),
-        _loaded(key, "k_start", "BLOCK_N", "columns"),
-        _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
-        _loaded(value, "k_start", "BLOCK_N", "columns"),
-        f"s = {product(_names(query), _transposed(_names(key)), options)}",
-        _score(program, form, "always", False, False, ""),
-        _statistic(form, "shift", "[:, None]"),
-        _statistic(form, "delta", "[:, None]"),
-        "p = tl.exp2(r - shift)",
-        f"g = p * ({product(_names(out_grad), _transposed(_names(value)), options)} - delta)",
-        program.gradient,
-        f"total += d{i}",
-    )
-    return joined(
-        f"own_heads = {'heads' if 'h' in axes else '1'}",
-        f"other_heads = {'1' if 'h' in axes else 'heads'}",
-        "tiles = tl.cdiv(columns, BLOCK_N)",
-        "pid = tl.program_id(0)",
-        "k_start = pid % tiles * BLOCK_N",
-        "q_start = pid // tiles % tl.cdiv(rows, BLOCK_M) * BLOCK_M",
-        "outer = pid // tiles // tl.cdiv(rows, BLOCK_M)",
-        "ql = tl.arange(0, BLOCK_M)[:, None]",
-        "kl = tl.arange(0, BLOCK_N)[None, :]",
-        "q0 = q_start",
-        "q1 = tl.minimum(q_start + BLOCK_M, rows) - 1",
-        "total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
-        f"turns = {'1' if 'b' in axes else 'batches'} * other_heads",
-        f"for turn in range(0, tl.where({touched}, turns, 0)):",
-        indented(body),
-        "at = (tl.cast(outer, tl.int64) * rows + q_start + ql) * columns + k_start + kl",
-        "inside = (q_start + ql < rows) & (k_start + kl < columns)",
-        "tl.store(grad_ptr + at, total.to(grad_ptr.dtype.element_ty), inside)",
-    )
-
-
-@functools.cache
-def pairs_kernel(program: Program, form: Form) -> Any:
-    return kernel_of(
-        "attention_pairs",
-        pairs_parameters(program, form),
-        ["BLOCK_M", "BLOCK_N"],
-        _pairs(program, form),
-        unspecialised=[*SIZES, "batches", *(f"n{i}" for i in range(program.numbers))],
+        unspecialised=[
+            *SIZES,
+            *(PART if form.pairs else []),
+            *(f"n{i}" for i in range(program.numbers)),
+        ],
     )

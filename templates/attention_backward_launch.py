@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from .attention_backward import (
     Form,
     gradient_axis,
     keys_kernel,
-    pairs_kernel,
     rows_kernel,
     statistics_kernel,
 )
@@ -27,7 +26,8 @@ from .attention_launch import dense, products
 from .attention_program import Program
 from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
 
-ROWS = 128  # the most query rows of a tile
+ROWS = 128  # the most query rows or keys of a tile
+PAIR_BYTES = 1 << 29  # of gradients for single pairs that are in memory at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +83,6 @@ def rows_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> 
 def _short(program: Program) -> bool:
     """Whether loops are short wherever they are, so that one is better than two."""
     return program.documents is not None
-
-
-def pairs_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
-    """Of the gradient of an input along rows and keys."""
-    widest = max(_width(head), _width(value))
-    if dtype == torch.float32:
-        return Tiling(32, 32, 4, 1)
-    return Tiling(64, 64, 4, 1) if widest > 128 else Tiling(128, 64, 8, 2)
 
 
 @functools.cache
@@ -274,45 +266,95 @@ class _Backward:
         programs = triton.cdiv(self.columns, chosen.block_n) * heads
         self._launch(keys_kernel(self.program, form), programs, values, chosen)
 
-    def queries(self, dq: Tensor | None, sums: dict[int, Tensor], chosen: Tiling) -> None:
-        """dq, and ``sums`` [B, Hq, padded] of the inputs along rows or neither."""
+    def queries(
+        self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling
+    ) -> None:
+        """dq, ``sums`` [B, Hq, padded] of the inputs along rows or neither, and ``pairs``, the
+        gradients of the inputs along rows and keys."""
         chosen = self._fitted(chosen, False)
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
-            inputs=tuple(sums), merged=chosen.merged, early=chosen.early,
+            inputs=tuple(sums), pairs=tuple(pairs), merged=chosen.merged, early=chosen.early,
         )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
-        heads = self.batches * self.heads
-        values["together"] = self._together(self.columns, heads, chosen.near)
         if dq is not None:
             values |= Operand("dq", dq.shape[3]).values(dq, 0)
         values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
         values |= {"lse_grad_ptr": self.dlse} if sums else {}
         values |= self._documents("q", chosen.block_m)
-        programs = triton.cdiv(self.rows, chosen.block_m) * heads
-        self._launch(rows_kernel(self.program, form), programs, values, chosen)
+        kernel, tiles = rows_kernel(self.program, form), triton.cdiv(self.rows, chosen.block_m)
+        if not pairs:
+            heads = self.batches * self.heads
+            values["together"] = self._together(self.columns, heads, chosen.near)
+            self._launch(kernel, tiles * heads, values, chosen)
+            return
+        # Whole tiles of pairs, so that no store has a mask and rows begin at multiples of 16 bytes.
+        size = self.padded, triton.cdiv(self.columns, ROWS) * ROWS
+        most = PAIR_BYTES // (size[0] * size[1] * sum(t.element_size() for t in pairs.values()))
+        whole = (self.batches, self.heads, *size)
+        if all(t.shape == whole for t in pairs.values()):  # nothing is summed
+            most = self.batches * self.heads
+        parts = self._parts(pairs, max(1, most))
+        totals = {i: self._total(i, t, parts[0]) for i, t in pairs.items()}
+        for part in parts:
+            heads = [s.stop - s.start for s in part]
+            some = {
+                i: t if t.shape == whole else t.new_empty((*heads, *size)) for i, t in pairs.items()
+            }
+            values |= {f"pair{i}_ptr": t for i, t in some.items()}
+            values |= {
+                "pair_step": size[1], "pair_rows": size[0], "first_batch": part[0].start,
+                "first_head": part[1].start, "some_heads": heads[1],
+                "together": self._together(self.columns, math.prod(heads), chosen.near),
+            }  # fmt: skip
+            self._launch(kernel, tiles * math.prod(heads), values, chosen)
+            for i, found in some.items():
+                if found is not pairs[i]:
+                    self._add(i, totals[i], found[..., : self.rows, : self.columns], part)
+        for i, total in totals.items():
+            if total is not pairs[i]:
+                pairs[i].copy_(total)
 
-    def pairs(self, i: int, grad: Tensor, chosen: Tiling) -> None:
-        """The gradient of input ``i``, whose axes have rows and columns."""
-        chosen = self._fitted(chosen, False, held=False)
-        form = self.form(inputs=(i,))
-        values = self._given(form, chosen.block_m, chosen.block_n)
-        values |= {"together": 1, "batches": self.batches, "grad_ptr": grad}
-        tiles = triton.cdiv(self.rows, chosen.block_m) * triton.cdiv(self.columns, chosen.block_n)
-        self._launch(
-            pairs_kernel(self.program, form), tiles * math.prod(grad.shape[:2]), values, chosen
-        )
+    def _total(self, i: int, grad: Tensor, part: Sequence[slice]) -> Tensor:
+        """Where the gradient of input ``i`` is summed: itself, if every sum is made at once."""
+        cut = part[0].stop < self.batches, part[1].stop < self.heads
+        axes = self.program.inputs[i].axes
+        if any(is_cut and a not in axes for is_cut, a in zip(cut, "bh", strict=True)):
+            return grad.new_zeros(grad.shape, dtype=torch.float32)
+        return grad
 
-    def _fitted(self, chosen: Tiling, keys_held: bool, held: bool = True) -> Tiling:
-        """``chosen``, or what fits; ``held``: one side stays while the other is streamed."""
+    def _add(self, i: int, total: Tensor, pairs: Tensor, part: Sequence[slice]) -> None:
+        """Add a part's pairs, summed over what the input is broadcast along."""
+        axes = self.program.inputs[i].axes
+        over = [dim for dim, a in enumerate("bh") if a not in axes]
+        total = total[
+            tuple(s if a in axes else slice(None) for s, a in zip(part, "bh", strict=True))
+        ]
+        if not over:
+            total.copy_(pairs)
+        elif total.dtype == pairs.dtype:
+            torch.sum(pairs, over, keepdim=True, out=total)
+        else:
+            total += pairs.sum(over, keepdim=True, dtype=total.dtype)
+
+    def _parts(self, pairs: Iterable[int], many: int) -> list[tuple[slice, slice]]:
+        """Batches and heads in rectangles of ``many`` matrices at most, which are as long as can be
+        along what is summed over."""
+        over_batches = all("h" in self.program.inputs[i].axes for i in pairs)
+        batches = min(self.batches, many if over_batches else max(1, many // self.heads))
+        heads = min(self.heads, max(1, many // batches))
+        return [
+            (slice(b, min(b + batches, self.batches)), slice(h, min(h + heads, self.heads)))
+            for b in range(0, self.batches, batches)
+            for h in range(0, self.heads, heads)
+        ]
+
+    def _fitted(self, chosen: Tiling, keys_held: bool) -> Tiling:
+        """``chosen``, or what fits."""
         size = self.q.element_size()
         each = size * (_width(self.q.shape[3]) + _width(self.v.shape[3]))
         pair = sum(self.inputs[i].element_size() for i in self.matrices)
-        limit = _shared_bytes(self.q.device)
-        if held:
-            return fitted(chosen, each, each + 8, pair, limit, keys_held)
-        blocks = chosen.block_m * chosen.stages * each  # streamed as well
-        return fitted(chosen, 0, each, pair, limit - blocks, keys_held)
+        return fitted(chosen, each, each + 8, pair, _shared_bytes(self.q.device), keys_held)
 
     def _documents(self, axis: str, block: int) -> dict[str, Any]:
         if not self.program.documents:
@@ -361,13 +403,14 @@ def backward(
         return dq, dk, dv, grads
     by_rows = any(gradient_axis(program.inputs[i].axes) == "rows" for i in wanted)
     call = _Backward(do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows)
-    sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}, "pairs": {}}
+    sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}}
+    pairs: dict[int, Tensor] = {}
     for i in wanted:
         axes = program.inputs[i].axes
         kind = gradient_axis(axes)
         if kind == "pairs":
             grads[i] = torch.empty(inputs[i].shape, dtype=inputs[i].dtype, device=q.device)
-            call.pairs(i, grads[i], pairs_tiling(dtype, head, value))
+            pairs[i] = grads[i]
         else:
             length = call.padded if kind == "rows" else k.shape[2]
             sums[kind][i] = call.fp32(*q.shape[:2], length)
@@ -375,8 +418,8 @@ def backward(
     rows = rows or rows_tiling(program, dtype, head, value)
     if needed[1] or needed[2] or sums["columns"]:
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
-    if needed[0] or sums["rows"]:
-        call.queries(dq if needed[0] else None, sums["rows"], rows)
+    if needed[0] or sums["rows"] or pairs:
+        call.queries(dq if needed[0] else None, sums["rows"], pairs, rows)
     for kind, at in (("rows", 3), ("columns", 2)):
         for i, partials in sums[kind].items():
             partials = partials[:, :, : q.shape[2] if kind == "rows" else None].unsqueeze(at)

@@ -279,9 +279,7 @@ def produce(sources, shared, DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr):
         k0 = block_of(0, masked, found) * N
         place = place_in_ring(count, ready, empty, K_BYTES, STAGES)
         load(k_desc, [b, kv, k0, 0], ready.index(place), k_buffers.index(place))
-        copy_staged(
-            maps, input_buffers, ready.index(place), place, b, h, q0, k0, ROWS, CONSUMERS
-        )
+        copy_staged(maps, input_buffers, ready.index(place), place, b, h, q0, k0, ROWS, CONSUMERS)
         count += 1
         for i in range(1, masked + whole):
             v0 = k0
@@ -518,9 +516,9 @@ def consume(
     ]
 )
 def attention_gluon(
-    q_desc, k_desc, v_desc, out_desc, x0_desc, x1_desc, lse, counter, tiles, heads, sections, row_tiles, query_heads,
-    group, scale, rows, columns, numbers, inputs, documents, N: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, NAN: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, x0_desc, x1_desc, lse, counter, tiles, heads, sections,
+    row_tiles, query_heads, group, scale, rows, columns, numbers, inputs, documents,
+    N: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, NAN: gl.constexpr,
     DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
