@@ -12,7 +12,8 @@ query rows and the heads of a group; its tiles are transposed, [keys, rows], so 
 the left operands of their products as they come out of registers. ``rows_kernel`` holds a tile of
 query rows and goes over keys; the gradient of an input with both it stores pair by pair, for some
 heads at a time, which are summed over what the input is broadcast along. No two programs add to
-one place in memory, so all is deterministic. A row without keys has lse2 = inf, hence p = 0: its gradients are 0.
+one place in memory, so all is deterministic. A row without keys has lse2 = inf, hence p = 0: its
+gradients are 0.
 """
 
 from __future__ import annotations

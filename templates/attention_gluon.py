@@ -518,7 +518,8 @@ def consume(
 def attention_gluon(
     q_desc, k_desc, v_desc, out_desc, x0_desc, x1_desc, lse, counter, tiles, heads, sections,
     row_tiles, query_heads, group, scale, rows, columns, numbers, inputs, documents,
-    N: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, NAN: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, CONSUMERS: gl.constexpr,
+    PINGPONG: gl.constexpr, NAN: gl.constexpr,
     DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip

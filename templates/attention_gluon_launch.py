@@ -26,6 +26,7 @@ VERSIONS = ("3.6.",)
 DIMS = (64, 128)
 # K and V of the heads that programs work on together: what stays in a cache of 50 MB.
 SECTION_BYTES = 16 * 2**20
+SHARED_BYTES = 227 << 10
 MOST_STAGED = 2  # inputs that are copied into shared memory
 
 
@@ -54,12 +55,27 @@ class Tile:
         return (232, 40) if self.warps * self.consumers <= 8 else (160, 32)
 
 
-def default_tile(program: Program, d: int) -> Tile:
-    """The tile for a program and a head dimension of 64 or 128."""
-    # Registers: what a score reads along the keys stands beside the scores.
-    if any("k" in given.axes for given in program.inputs):
+def default_tile(program: Program, d: int, copied: tuple[int, ...] = ()) -> Tile:
+    """The tile for a program and a head dimension of 64 or 128; ``copied``: the staged inputs."""
+    matrices = [program.inputs[i] for i in copied if "q" in program.inputs[i].axes]
+    if matrices:
+        # More rows for a block of keys: what is read of a matrix comes on top of K and V.
+        pair = sum(given.dtype.itemsize for given in matrices)
+        for tile in (Tile(64, 3, stages=2), Tile(64, stages=3)):
+            if _shared_bytes(tile, d, pair) <= SHARED_BYTES:
+                return tile
+        return Tile(64)
+    # Registers: what is not staged stands beside the scores.
+    if any("k" in x.axes and i not in copied for i, x in enumerate(program.inputs)):
         return Tile(keys=64, stages=4, pingpong=d == 128)
     return Tile(stages=2) if d == 128 else Tile(stages=4, pingpong=False)
+
+
+def _shared_bytes(tile: Tile, d: int, pair: int) -> int:
+    """About the shared memory of a tile of 16-bit heads of d, and ``pair`` bytes for each pair of
+    a row and a key."""
+    block = tile.keys * (4 * d + tile.rows * pair)
+    return 4 * tile.rows * d + tile.stages * block + 2048
 
 
 def available() -> bool:
@@ -357,7 +373,7 @@ def forward(
     out = _like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tile = tile or default_tile(program, max(q.shape[3], v.shape[3]))
+    tile = tile or default_tile(program, max(q.shape[3], v.shape[3]), staged(program, inputs))
     kernel, grid, arguments = launch(q, k, v, inputs, numbers, program, out, lse, tile, count)
     kernel[grid](**arguments)
     return out, lse
