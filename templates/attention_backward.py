@@ -238,15 +238,20 @@ def _given(program: Program, form: Form) -> list[str]:
 
 
 def _gradient(program: Program, inputs: Sequence[int]) -> str:
-    """From ``g`` to ``ds`` and the inputs' gradients. Where the score is a multiple of s, its
-    factor waits for the end."""
-    if program.scale is not None and not inputs:
-        return "ds = g"
-    return program.gradient
+    """From ``g`` to ``ds`` and the inputs' gradients. Where ds is a multiple of g, its factor waits
+    for the end."""
+    if _slope(program) is None:
+        return program.gradient
+    return joined(program.gradient if inputs else "", "ds = g")
 
 
-def _ds_factor(program: Program, inputs: Sequence[int]) -> str:
-    return f" * {program.scale!r}" if program.scale is not None and not inputs else ""
+def _slope(program: Program) -> float | None:
+    return program.scale if program.slope is None else program.slope
+
+
+def _ds_factor(program: Program) -> str:
+    slope = _slope(program)
+    return "" if slope is None else f" * {slope!r}"
 
 
 def _tiles(over: Loops, form: Form, body: Callable[[str], str]) -> str:
@@ -353,7 +358,7 @@ def _keys(program: Program, form: Form) -> str:
         if not which:
             continue
         result = Operand(name, dim)
-        factor = _ds_factor(program, form.inputs) if name == "dk" else ""
+        factor = _ds_factor(program) if name == "dk" else ""
         ends.append(result.at("b", "kv_head"))
         for i in which:
             ends.append(result.store(i, "k_start", "BLOCK_N", "columns", f"{name}{i}{factor}"))
@@ -491,7 +496,7 @@ def _rows(program: Program, form: Form) -> str:
     sums += ["sum_g"] if sums else []
     if form.dq:
         result = Operand("dq", form.head)
-        factor = _ds_factor(program, form.inputs)
+        factor = _ds_factor(program)
         ends.append(result.at())
         for i in form.dq:
             ends.append(result.store(i, "q_start", "BLOCK_M", "rows", f"dq{i}{factor}"))
