@@ -93,6 +93,20 @@ def test_groups_and_batches(name):
     judge(score, *more[:4], torch.zeros_like(more[4]), dlse, **ONE_LOOP)
 
 
+@pytest.mark.parametrize("name", ["learned bias", "bias of a batch", "one bias", "full bias"])
+@pytest.mark.parametrize("matrices", [1, 3, 4])
+def test_pairs_come_in_parts(name, matrices, monkeypatch):
+    """Gradients for pairs of so many matrices are in memory at a time, in whatever order."""
+    monkeypatch.setattr(launch, "PAIR_BYTES", matrices * 128 * 128 * 4)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # memory is NaN before
+    try:
+        score = SCORES[name]
+        judge(score, *draw(score, 40, 50, batch=3, heads=4, kv_heads=2), **ONE_LOOP)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_fp16_and_large_scores():
     score = SCORES["causal"]
     q, *rest = draw(score, 70, 70, dtype=FP16)
