@@ -310,7 +310,8 @@ class _Backward:
             self._launch(kernel, tiles * math.prod(heads), values, chosen)
             for i, found in some.items():
                 if found is not pairs[i]:
-                    self._add(i, totals[i], found[..., : self.rows, : self.columns], part)
+                    found = found[..., : self.rows, : self.columns]
+                    self._add(i, pairs[i], totals[i], found, part)
         for i, total in totals.items():
             if total is not pairs[i]:
                 pairs[i].copy_(total)
@@ -323,19 +324,20 @@ class _Backward:
             return grad.new_zeros(grad.shape, dtype=torch.float32)
         return grad
 
-    def _add(self, i: int, total: Tensor, pairs: Tensor, part: Sequence[slice]) -> None:
-        """Add a part's pairs, summed over what the input is broadcast along."""
+    def _add(
+        self, i: int, grad: Tensor, total: Tensor, pairs: Tensor, part: Sequence[slice]
+    ) -> None:
+        """Add a part's pairs, summed over what the input is broadcast along, to ``_total``."""
         axes = self.program.inputs[i].axes
         over = [dim for dim, a in enumerate("bh") if a not in axes]
-        total = total[
-            tuple(s if a in axes else slice(None) for s, a in zip(part, "bh", strict=True))
-        ]
+        place = [s if a in axes else slice(None) for s, a in zip(part, "bh", strict=True)]
+        here = total[tuple(place)]
         if not over:
-            total.copy_(pairs)
-        elif total.dtype == pairs.dtype:
-            torch.sum(pairs, over, keepdim=True, out=total)
+            here.copy_(pairs)
+        elif total is grad:
+            torch.sum(pairs, over, keepdim=True, out=here)
         else:
-            total += pairs.sum(over, keepdim=True, dtype=total.dtype)
+            here += pairs.sum(over, keepdim=True, dtype=total.dtype)
 
     def _parts(self, pairs: Iterable[int], many: int) -> list[tuple[slice, slice]]:
         """Batches and heads in rectangles of ``many`` matrices at most, which are as long as can be

@@ -131,7 +131,7 @@ SCORES = {
     "bias of a batch": _bias("bqk"),
     "documents and a bias": Score(
         Program(
-            inputs=(Input(torch.int32, "bq"), Input(torch.int32, "bk"), Input(torch.float32, "hqk")),
+            (Input(torch.int32, "bq"), Input(torch.int32, "bk"), Input(torch.float32, "hqk")),
             documents=(0, 1), differentiable=(2,), score=f"r = (s * 0.25 + x2) * {LOG2E!r}",
             gradient="ds = g * 0.25\nd2 = g", keep="keep = (x0 == x1) & (q >= k)", **CAUSAL,
         ),

@@ -93,8 +93,11 @@ def test_groups_and_batches(name):
     judge(score, *more[:4], torch.zeros_like(more[4]), dlse, **ONE_LOOP)
 
 
-@pytest.mark.parametrize("name", ["learned bias", "bias of a batch", "one bias", "full bias"])
-@pytest.mark.parametrize("matrices", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "matrices"),
+    [("learned bias", 1), ("learned bias", 6), ("bias of a batch", 4), ("one bias", 3),
+     ("full bias", 5)],
+)  # fmt: skip
 def test_pairs_come_in_parts(name, matrices, monkeypatch):
     """Gradients for pairs of so many matrices are in memory at a time, in whatever order."""
     monkeypatch.setattr(launch, "PAIR_BYTES", matrices * 128 * 128 * 4)
@@ -102,7 +105,7 @@ def test_pairs_come_in_parts(name, matrices, monkeypatch):
     torch.use_deterministic_algorithms(True)  # memory is NaN before
     try:
         score = SCORES[name]
-        judge(score, *draw(score, 40, 50, batch=3, heads=4, kv_heads=2), **ONE_LOOP)
+        judge(score, *draw(score, 20, 30, batch=3, heads=2, kv_heads=1), **ONE_LOOP)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -134,10 +134,10 @@ def test_huge_scores():
 def _binary(program, d, tile=None, dtype=BF16, inputs=(), numbers=()):
     q, k, v = (torch.empty(2, 4, 1000, d, dtype=dtype, device="meta") for _ in range(3))
     lse = torch.empty(2, 4, 1000, device="meta")
+    tile = tile or launch.default_tile(program, d, launch.staged(program, inputs))
     kernel, _, arguments = launch.launch(
-        q, k, v, inputs, numbers, program, torch.empty_like(q), lse,
-        tile or launch.default_tile(program, d), 132,
-    )  # fmt: skip
+        q, k, v, inputs, numbers, program, torch.empty_like(q), lse, tile, 132
+    )
     return gluon_binary(kernel, arguments)
 
 
