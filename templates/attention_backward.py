@@ -63,7 +63,7 @@ class Form:
     do through tensor descriptors, ``descriptors``: lse2 and delta as well, ``described``: which of
     the score's inputs. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a kernel
     makes. ``inputs``: the numbers of the inputs whose gradient it sums, ``pairs``: of those whose
-    gradient it stores for each pair. ``merged``: one loop over
+    gradient it stores for each pair, ``stored``: through descriptors. ``merged``: one loop over
     all tiles, whose mask is a branch, in place of one over whole tiles and one over the others.
     ``early``: dP is made before p, so that the other products follow one another. ``streamed``: the
     inputs along rows only that the keys kernel reads through descriptors."""
@@ -79,6 +79,7 @@ class Form:
     dv: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()
+    stored: bool = False
     merged: bool = False
     early: bool = False
     streamed: tuple[int, ...] = ()
@@ -135,6 +136,33 @@ def statistics_kernel(
     tl.store(delta_ptr + bh * padded + q, tl.where(empty, 0.0, delta), q < padded)
     shift = tl.where(empty, float("inf"), lse * 1.4426950408889634)
     tl.store(shift_ptr + bh * padded + q, shift, q < padded)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "batch_sums", "head_sums"])
+def sums_kernel(
+    pairs_ptr, total_ptr, rows, columns, heads, batch_sums, head_sums, pair_b, pair_h, pair_q,
+    total_b, total_h, total_q, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """total [B, H, Sq, Sk], of ``heads`` heads, is or gains the sums over so many batches and heads
+    of pairs [.., .., Sq, Sk], whose memory has whole tiles of ROWS and COLUMNS."""
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    tiles = column_tiles * tl.cdiv(rows, ROWS)
+    tile = tl.program_id(0) % tiles
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    b = bh // heads
+    h = bh % heads
+    q = tile // column_tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    k = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    at = pairs_ptr + b * pair_b + h * pair_h + q.to(tl.int64) * pair_q + k
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in range(0, batch_sums):
+        for j in range(0, head_sums):
+            total += tl.load(at + tl.cast(i, tl.int64) * pair_b + tl.cast(j, tl.int64) * pair_h)
+    inside = (q < rows) & (k < columns)
+    where = total_ptr + b * total_b + h * total_h + q.to(tl.int64) * total_q + k
+    if ADD:
+        total += tl.load(where, inside, other=0.0)
+    tl.store(where, total.to(total_ptr.dtype.element_ty), inside)
 
 
 # ----------------------------------------------------------------------------------------
@@ -364,8 +392,7 @@ def _keys(program: Program, form: Form) -> str:
             ends.append(result.store(i, "k_start", "BLOCK_N", "columns", f"{name}{i}{factor}"))
     return joined(
         _place("k", "columns", "BLOCK_N", False),
-        "b = bh // kv_heads",
-        "kv_head = bh % kv_heads",
+        *_batch_and_head(program),
         "ql = tl.arange(0, BLOCK_M)[None, :]",
         "kl = tl.arange(0, BLOCK_N)[:, None]",
         "keys = k_start + tl.arange(0, BLOCK_N)",
@@ -380,6 +407,15 @@ def _keys(program: Program, form: Form) -> str:
         indented(head),
         *ends,
     )
+
+
+def _batch_and_head(program: Program) -> list[str]:
+    """Batches that share a matrix lie side by side: it is most of what a tile reads."""
+    axes = [set(given.axes) for given in program.inputs]
+    if any({"q", "k"} <= a and "b" not in a for a in axes):
+        batches = "batches = tl.num_programs(0) // (tiles * kv_heads)"
+        return [batches, "b = bh % batches", "kv_head = bh // batches"]
+    return ["b = bh // kv_heads", "kv_head = bh % kv_heads"]
 
 
 @functools.cache
@@ -418,7 +454,7 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
         _gradient(program, form.inputs + form.pairs),
     ]
     for i in form.pairs:
-        lines.append(_stored_pairs(i, f"tl.broadcast_to(d{i}, [BLOCK_M, BLOCK_N])"))
+        lines.append(_stored_pairs(form, i, f"tl.broadcast_to(d{i}, [BLOCK_M, BLOCK_N])"))
     if form.dq:
         lines.append("narrow_ds = ds.to(key0.dtype)")
     for i in form.dq:
@@ -433,8 +469,10 @@ def _summed(name: str, form: Form) -> str:
     return "\n".join(f"{name}{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)" for i in form.inputs)
 
 
-def _stored_pairs(i: int, value: str) -> str:
+def _stored_pairs(form: Form, i: int, value: str) -> str:
     """``value`` for a tile's pairs. There is memory for whole tiles: no mask, wide stores."""
+    if form.stored:
+        return f"pair{i}_desc.store([pair_row, k_start], ({value}).to(pair{i}_desc.dtype))"
     at = f"pair{i}_at + (ql * pair_step + (k_start + kl))"
     return f"tl.store({at}, ({value}).to(pair{i}_ptr.dtype.element_ty))"
 
@@ -450,7 +488,7 @@ def _unkept_pairs(program: Program, form: Form) -> str:
     touched = " | ".join(
         f"((k_start < {b}) & (k_start + BLOCK_N > {a}))" for a, b in zip(lo, hi, strict=True)
     )
-    zeros = [_stored_pairs(i, "tl.zeros([BLOCK_M, BLOCK_N], tl.float32)") for i in form.pairs]
+    zeros = [_stored_pairs(form, i, "tl.zeros([BLOCK_M, BLOCK_N], tl.float32)") for i in form.pairs]
     return joined(
         "for k_start in range(0, columns, BLOCK_N):",
         f"    if not ({touched}):",
@@ -482,7 +520,7 @@ def rows_parameters(program: Program, form: Form) -> list[str]:
         names += Operand("dq", 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
     names += ["lse_grad_ptr"] if form.inputs else []
-    names += [f"pair{i}_ptr" for i in form.pairs]
+    names += [f"pair{i}_{'desc' if form.stored else 'ptr'}" for i in form.pairs]
     names += ["pair_step", "pair_rows", *PART] if form.pairs else []
     return [*names, *_given(program, form)]
 
@@ -503,8 +541,10 @@ def _rows(program: Program, form: Form) -> str:
     some = ["b = bh // heads", "h = bh % heads"]
     if form.pairs:
         some = ["b = first_batch + bh // some_heads", "h = first_head + bh % some_heads"]
-        first = "tl.cast(bh, tl.int64) * pair_rows + q_start"
-        some += [f"pair{i}_at = pair{i}_ptr + ({first}) * pair_step" for i in form.pairs]
+        some.append("pair_row = bh * pair_rows + q_start")
+        if not form.stored:
+            first = "tl.cast(pair_row, tl.int64) * pair_step"
+            some += [f"pair{i}_at = pair{i}_ptr + {first}" for i in form.pairs]
     return joined(
         _place("q", "rows", "BLOCK_M", True),
         *some,

@@ -21,12 +21,15 @@ from .attention_backward import (
     keys_kernel,
     rows_kernel,
     statistics_kernel,
+    sums_kernel,
 )
 from .attention_launch import dense, products
 from .attention_program import Program
 from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
 
 ROWS = 128  # the most query rows or keys of a tile
+SUMMED = 16, 128  # the rows and keys whose sums a program makes
+PAIRS_BY_TMA = True
 PAIR_BYTES = 1 << 29  # of gradients for single pairs that are in memory at a time
 
 
@@ -61,7 +64,7 @@ def keys_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> 
         return Tiling(32, 64, 8, 1, apart=True)
     if widest > 128:
         return Tiling(64, 64, 8, 2, merged=True, early=True)
-    if not program.keep and widest > 64:
+    if not program.keep and widest > 64 and not _matrix(program):
         return Tiling(64, 128, 8, 3)
     return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=_short(program))
 
@@ -77,7 +80,14 @@ def rows_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> 
         return Tiling(64, 64, 8, 2, merged=True)
     if _short(program):
         return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
+    if _matrix(program) and widest > 64:
+        return Tiling(64, 64, 4, 2)
     return Tiling(128, 64, 8, 3) if widest > 64 else Tiling(64, 64, 4, 3)
+
+
+def _matrix(program: Program) -> bool:
+    """Whether the score reads something along rows and keys."""
+    return any({"q", "k"} <= set(given.axes) for given in program.inputs)
 
 
 def _short(program: Program) -> bool:
@@ -275,6 +285,7 @@ class _Backward:
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
             inputs=tuple(sums), pairs=tuple(pairs), merged=chosen.merged, early=chosen.early,
+            stored=bool(pairs) and by_tma(self.delta) and PAIRS_BY_TMA,
         )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
         if dq is not None:
@@ -301,7 +312,14 @@ class _Backward:
             some = {
                 i: t if t.shape == whole else t.new_empty((*heads, *size)) for i, t in pairs.items()
             }
-            values |= {f"pair{i}_ptr": t for i, t in some.items()}
+            if form.stored:
+                block = [chosen.block_m, chosen.block_n]
+                values |= {
+                    f"pair{i}_desc": TensorDescriptor.from_tensor(t.flatten(0, 2), block)
+                    for i, t in some.items()
+                }
+            else:
+                values |= {f"pair{i}_ptr": t for i, t in some.items()}
             values |= {
                 "pair_step": size[1], "pair_rows": size[0], "first_batch": part[0].start,
                 "first_head": part[1].start, "some_heads": heads[1],
@@ -310,7 +328,6 @@ class _Backward:
             self._launch(kernel, tiles * math.prod(heads), values, chosen)
             for i, found in some.items():
                 if found is not pairs[i]:
-                    found = found[..., : self.rows, : self.columns]
                     self._add(i, pairs[i], totals[i], found, part)
         for i, total in totals.items():
             if total is not pairs[i]:
@@ -329,15 +346,15 @@ class _Backward:
     ) -> None:
         """Add a part's pairs, summed over what the input is broadcast along, to ``_total``."""
         axes = self.program.inputs[i].axes
-        over = [dim for dim, a in enumerate("bh") if a not in axes]
         place = [s if a in axes else slice(None) for s, a in zip(part, "bh", strict=True)]
         here = total[tuple(place)]
-        if not over:
-            here.copy_(pairs)
-        elif total is grad:
-            torch.sum(pairs, over, keepdim=True, out=here)
-        else:
-            here += pairs.sum(over, keepdim=True, dtype=total.dtype)
+        sums = [1 if a in axes else n for a, n in zip("bh", pairs.shape[:2], strict=True)]
+        tiles = triton.cdiv(self.rows, SUMMED[0]) * triton.cdiv(self.columns, SUMMED[1])
+        wrap_triton(sums_kernel)[(tiles * here.shape[0] * here.shape[1],)](
+            pairs, here, self.rows, self.columns, here.shape[1], *sums, *pairs.stride()[:3],
+            *here.stride()[:3], ADD=total is not grad, ROWS=SUMMED[0], COLUMNS=SUMMED[1],
+            num_warps=4,
+        )  # fmt: skip
 
     def _parts(self, pairs: Iterable[int], many: int) -> list[tuple[slice, slice]]:
         """Batches and heads in rectangles of ``many`` matrices at most, which are as long as can be

@@ -39,6 +39,7 @@ SCORED = gl.constexpr(False)  # whether the score is more than the products time
 SPANS = gl.constexpr(1)
 DOCUMENTS = gl.constexpr(False)
 STAGED = gl.constexpr(0)  # how many inputs are copied into shared memory
+BATCHES_BESIDE = gl.constexpr(False)  # a head's batches, which share a matrix, are neighbours
 
 
 @gluon.jit
@@ -99,6 +100,15 @@ def tile_of(tile, heads, sections, row_tiles):
     first += tile // (size * row_tiles) * size
     tile = tile % (size * row_tiles)
     return row_tiles - 1 - tile // size, first + tile % size
+
+
+@gluon.jit
+def batch_and_head(head, batches, query_heads):
+    """The place of a tile's ``head``."""
+    if BATCHES_BESIDE:
+        return head % batches, head // batches
+    else:
+        return head // query_heads, head % query_heads
 
 
 @gluon.jit
@@ -241,7 +251,7 @@ def produce(sources, shared, DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr):
     buffers, barriers, sizes, numbers, _inputs, documents = shared
     q_buffers, k_buffers, v_buffers, _o_buffers, tile_buffers, input_buffers = buffers
     q_ready, q_empty, ready, empty, _turns, tile_ready, tile_empty = barriers
-    tiles, heads, sections, row_tiles, query_heads, group, rows, columns = sizes
+    tiles, heads, sections, row_tiles, batches, query_heads, group, rows, columns = sizes
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
     STAGES: gl.constexpr = k_buffers.shape[0]
@@ -259,8 +269,7 @@ def produce(sources, shared, DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr):
         else:
             following = tile + gl.num_programs(0)
         row_tile, head = tile_of(tile, heads, sections, row_tiles)
-        b = head // query_heads
-        h = head % query_heads
+        b, h = batch_and_head(head, batches, query_heads)
         kv = h // group
         masked, whole, found = blocks_of(
             row_tile, ROWS * CONSUMERS, N, b, h, rows, columns, numbers, documents
@@ -359,7 +368,7 @@ def step(
     buffers, barriers, sizes, numbers, inputs, _documents = shared
     q_buffers, k_buffers, v_buffers, _o_buffers, _tile_buffers, input_buffers = buffers
     q_ready, _q_empty, ready, empty, turns, _tile_ready, _tile_empty = barriers
-    _tiles, _heads, _sections, _row_tiles, _query_heads, _group, rows, columns = sizes
+    _tiles, _heads, _sections, _row_tiles, _batches, _query_heads, _group, rows, columns = sizes
     o, p, m, total = state
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     STAGES: gl.constexpr = k_buffers.shape[0]
@@ -405,7 +414,7 @@ def consume(
     buffers, barriers, sizes, numbers, inputs, documents = shared
     q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers, input_buffers = buffers
     q_ready, q_empty, ready, empty, _turns, tile_ready, tile_empty = barriers
-    tiles, heads, sections, row_tiles, query_heads, _group, rows, columns = sizes
+    tiles, heads, sections, row_tiles, batches, query_heads, _group, rows, columns = sizes
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
     STAGES: gl.constexpr = k_buffers.shape[0]
@@ -425,8 +434,7 @@ def consume(
     tile = gl.program_id(0)
     while tile < tiles:
         row_tile, head = tile_of(tile, heads, sections, row_tiles)
-        b = head // query_heads
-        h = head % query_heads
+        b, h = batch_and_head(head, batches, query_heads)
         masked, whole, found = blocks_of(
             row_tile, ROWS * CONSUMERS, N, b, h, rows, columns, numbers, documents
         )
@@ -492,7 +500,8 @@ def consume(
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(empty.index(ring), count=1)
         count += 1
-        gl.store(lse + gl.cast(head, gl.int64) * rows + q, found_lse, mask=q < rows)
+        row = gl.cast(b * query_heads + h, gl.int64) * rows
+        gl.store(lse + row + q, found_lse, mask=q < rows)
         o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)), 1)
         # The copy out of the tile before has to have read its buffer.
         tma.store_wait(0)
@@ -509,6 +518,7 @@ def consume(
         "heads",
         "sections",
         "row_tiles",
+        "batches",
         "query_heads",
         "group",
         "rows",
@@ -517,7 +527,7 @@ def consume(
 )
 def attention_gluon(
     q_desc, k_desc, v_desc, out_desc, x0_desc, x1_desc, lse, counter, tiles, heads, sections,
-    row_tiles, query_heads, group, scale, rows, columns, numbers, inputs, documents,
+    row_tiles, batches, query_heads, group, scale, rows, columns, numbers, inputs, documents,
     N: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, NAN: gl.constexpr,
     DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -563,7 +573,7 @@ def attention_gluon(
     shared = (
         (q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers, input_buffers),
         (q_ready, q_empty, ready, empty, turns, tile_ready, tile_empty),
-        (tiles, heads, sections, row_tiles, query_heads, group, rows, columns),
+        (tiles, heads, sections, row_tiles, batches, query_heads, group, rows, columns),
         numbers,
         inputs,
         documents,

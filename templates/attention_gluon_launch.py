@@ -61,14 +61,14 @@ def default_tile(program: Program, d: int, copied: tuple[int, ...] = ()) -> Tile
     if matrices:
         # More rows for a block of keys: what is read of a matrix comes on top of K and V.
         pair = sum(given.dtype.itemsize for given in matrices)
-        for tile in (Tile(64, 3, stages=2), Tile(64, stages=3)):
+        for tile in (Tile(64, 3, pingpong=False), Tile(64, stages=3, pingpong=False)):
             if _shared_bytes(tile, d, pair) <= SHARED_BYTES:
                 return tile
-        return Tile(64)
+        return Tile(64, pingpong=False)
     # Registers: what is not staged stands beside the scores.
     if any("k" in x.axes and i not in copied for i, x in enumerate(program.inputs)):
         return Tile(keys=64, stages=4, pingpong=d == 128)
-    return Tile(stages=2) if d == 128 else Tile(stages=4, pingpong=False)
+    return Tile(pingpong=not copied) if d == 128 else Tile(stages=4, pingpong=False)
 
 
 def _shared_bytes(tile: Tile, d: int, pair: int) -> int:
@@ -164,6 +164,12 @@ def staged(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(sorted(found, key=lambda i: "q" not in program.inputs[i].axes)[:MOST_STAGED])
 
 
+def _shared_by_batches(program: Program, copied: tuple[int, ...]) -> bool:
+    """Whether a matrix is the same for all batches, which is most of what a tile reads."""
+    axes = [set(program.inputs[i].axes) for i in copied]
+    return any({"q", "k"} <= a and "b" not in a for a in axes)
+
+
 def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that read inputs. What a kernel gets as
     ``inputs`` are a pointer and the strides along its axes of each."""
@@ -243,6 +249,7 @@ def define(program: Program, copied: tuple[int, ...] = ()) -> ModuleType:
     module.SPANS = tl.constexpr(len(program.row_spans))
     module.DOCUMENTS = tl.constexpr(program.documents is not None)
     module.STAGED = tl.constexpr(len(copied))
+    module.BATCHES_BESIDE = tl.constexpr(_shared_by_batches(program, copied))
     return module
 
 
@@ -328,6 +335,7 @@ def launch(
         "heads": batch * heads,
         "sections": max(batch * heads // held, 1),
         "row_tiles": row_tiles,
+        "batches": batch,
         "query_heads": heads,
         "group": group,
         "scale": 1.0 if scored(program) else (program.scale or 0.0) * LOG2E,
