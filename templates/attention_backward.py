@@ -1,4 +1,4 @@
-"""Gradients of attention, as texts of three kernels around a score's ``Program``.
+"""Gradients of attention, as texts of two kernels around a score's ``Program``.
 
 With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradient do of the output
 
@@ -7,13 +7,13 @@ With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradie
     ds = gradient(g)                     of the program
     dv = p^T do      dk = ds^T q      dq = ds k
 
-``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over
-query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are
-the left operands of their products as they come out of registers. ``rows_kernel`` holds a tile of
-query rows and goes over keys; the gradient of an input with both it stores pair by pair, for some
-heads at a time, which are summed over what the input is broadcast along. No two programs add to
-one place in memory, so all is deterministic. A row without keys has lse2 = inf, hence p = 0: its
-gradients are 0.
+``attention_backward_sums`` has the kernels in front and behind: delta and lse2, sums of pairs.
+``keys_kernel`` holds a tile of keys and goes over query rows and the heads of a group; its tiles
+are transposed, [keys, rows], so that p and ds are the left operands of their products as they come
+out of registers. ``rows_kernel`` holds a tile of query rows and goes over keys; the gradient of an
+input with both it stores pair by pair, for some heads at a time, which are summed over what the
+input is broadcast along. No two programs add to one place in memory, so all is deterministic. A row
+without keys has lse2 = inf, hence p = 0: its gradients are 0.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import triton
-import triton.language as tl
 
 from .attention_forward import hull
 from .attention_program import Program
@@ -99,70 +96,6 @@ class Form:
             Operand("value", self.value, v),
             Operand("out_grad", self.value, do),
         )
-
-
-@triton.jit
-def statistics_kernel(
-    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, kept_ptr, rows, padded,
-    heads, out_b, out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h,
-    lse_grad_s,
-    VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """delta, lse2 and dlse [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` they are
-    0, inf and 0, as for a row without keys."""
-    tiles = tl.cdiv(padded, ROWS)
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
-    q = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)[None, :]
-    there = q < rows
-    inside = there[:, None] & (column < VALUE)
-    at = q[:, None].to(tl.int64)
-    out_at = out_ptr + b * out_b + h * out_h
-    given_at = out_grad_ptr + b * out_grad_b + h * out_grad_h
-    out = tl.load(out_at + at * out_s + column, inside, other=0.0)
-    given = tl.load(given_at + at * out_grad_s + column, inside, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * given.to(tl.float32), 1)
-    lse = tl.load(lse_ptr + bh * rows + q, there, other=float("-inf"))
-    empty = lse == float("-inf")
-    lse_grad = tl.zeros([ROWS], tl.float32)
-    if lse_grad_ptr is not None:
-        where = b * lse_grad_b + h * lse_grad_h + q.to(tl.int64) * lse_grad_s
-        lse_grad = tl.load(lse_grad_ptr + where, there & ~empty, other=0.0)
-    delta -= lse_grad
-    if kept_ptr is not None:
-        tl.store(kept_ptr + bh * padded + q, lse_grad, q < padded)
-    tl.store(delta_ptr + bh * padded + q, tl.where(empty, 0.0, delta), q < padded)
-    shift = tl.where(empty, float("inf"), lse * 1.4426950408889634)
-    tl.store(shift_ptr + bh * padded + q, shift, q < padded)
-
-
-@triton.jit(do_not_specialize=["rows", "heads", "batch_sums", "head_sums"])
-def sums_kernel(
-    pairs_ptr, total_ptr, rows, columns, heads, batch_sums, head_sums, pair_b, pair_h, pair_q,
-    total_b, total_h, total_q, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """total [B, H, Sq, Sk], of ``heads`` heads, is or gains the sums over so many batches and heads
-    of pairs [.., .., Sq, Sk], whose memory has whole tiles of ROWS and COLUMNS."""
-    column_tiles = tl.cdiv(columns, COLUMNS)
-    tiles = column_tiles * tl.cdiv(rows, ROWS)
-    tile = tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
-    q = tile // column_tiles * ROWS + tl.arange(0, ROWS)[:, None]
-    k = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    at = pairs_ptr + b * pair_b + h * pair_h + q.to(tl.int64) * pair_q + k
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for i in range(0, batch_sums):
-        for j in range(0, head_sums):
-            total += tl.load(at + tl.cast(i, tl.int64) * pair_b + tl.cast(j, tl.int64) * pair_h)
-    inside = (q < rows) & (k < columns)
-    where = total_ptr + b * total_b + h * total_h + q.to(tl.int64) * total_q + k
-    if ADD:
-        total += tl.load(where, inside, other=0.0)
-    tl.store(where, total.to(total_ptr.dtype.element_ty), inside)
 
 
 # ----------------------------------------------------------------------------------------

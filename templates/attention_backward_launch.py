@@ -20,9 +20,8 @@ from .attention_backward import (
     gradient_axis,
     keys_kernel,
     rows_kernel,
-    statistics_kernel,
-    sums_kernel,
 )
+from .attention_backward_sums import statistics_kernel, sums_kernel
 from .attention_launch import dense, products
 from .attention_program import Program
 from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
