@@ -28,7 +28,6 @@ from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, sco
 
 ROWS = 128  # the most query rows or keys of a tile
 SUMMED = 16, 128  # the rows and keys whose sums a program makes
-PAIRS_BY_TMA = True
 PAIR_BYTES = 1 << 29  # of gradients for single pairs that are in memory at a time
 
 
@@ -80,7 +79,7 @@ def rows_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> 
     if _short(program):
         return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
     if _matrix(program) and widest > 64:
-        return Tiling(64, 64, 4, 2)
+        return Tiling(64, 32, 4, 3)
     return Tiling(128, 64, 8, 3) if widest > 64 else Tiling(64, 64, 4, 3)
 
 
@@ -284,7 +283,7 @@ class _Backward:
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
             inputs=tuple(sums), pairs=tuple(pairs), merged=chosen.merged, early=chosen.early,
-            stored=bool(pairs) and by_tma(self.delta) and PAIRS_BY_TMA,
+            stored=bool(pairs) and by_tma(self.delta),
         )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
         if dq is not None:
