@@ -65,7 +65,7 @@ def default_tile(program: Program, d: int, copied: tuple[int, ...] = ()) -> Tile
             if _shared_bytes(tile, d, pair) <= SHARED_BYTES:
                 return tile
         return Tile(64, pingpong=False)
-    # Registers: what is not staged stands beside the scores. Documents: small blocks leave out more.
+    # Registers: what is not staged stands beside the scores. Small blocks leave out more documents.
     loaded = any("k" in x.axes and i not in copied for i, x in enumerate(program.inputs))
     if loaded or program.documents:
         return Tile(keys=64, stages=4, pingpong=loaded and d == 128)
