@@ -246,7 +246,7 @@ class Part:
         chosen = self.launch.Tiling(*options)
         if self.part == "keys":
             return lambda: self.call.keys(self.dk, self.dv, {}, chosen)
-        return lambda: self.call.queries(self.dq, {}, chosen)
+        return lambda: self.call.queries(self.dq, {}, {}, chosen)
 
     def results(self) -> dict[str, Any]:
         """What was written."""

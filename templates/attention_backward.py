@@ -1,4 +1,4 @@
-"""Gradients of attention, as texts of three kernels around a score's ``Program``.
+"""Gradients of attention, as texts of two kernels around a score's ``Program``.
 
 With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradient do of the output
 
@@ -9,12 +9,13 @@ With p = exp2(r - lse2) (lse2: lse in units of log 2), and for a row with gradie
 
 Where weights are dropped out, do v^T and the p of dv have a factor, 0 or 1 / (1 - dropout).
 
-``statistics_kernel`` writes delta and lse2. ``keys_kernel`` holds a tile of keys and goes over
-query rows and the heads of a group; its tiles are transposed, [keys, rows], so that p and ds are
-the left operands of their products as they come out of registers. ``rows_kernel`` holds a tile of
-query rows and goes over keys. ``pairs_kernel`` holds a tile of both and goes over what an input
-with both is broadcast along. No two programs add to one place in memory, so all is deterministic.
-A row without keys has lse2 = inf, hence p = 0: its gradients are 0.
+``attention_backward_sums`` has the kernels in front and behind: delta and lse2, sums of pairs.
+``keys_kernel`` holds a tile of keys and goes over query rows and the heads of a group; its tiles
+are transposed, [keys, rows], so that p and ds are the left operands of their products as they come
+out of registers. ``rows_kernel`` holds a tile of query rows and goes over keys; the gradient of an
+input with both it stores pair by pair, for some heads at a time, which are summed over what the
+input is broadcast along. No two programs add to one place in memory, so all is deterministic. A row
+without keys has lse2 = inf, hence p = 0: its gradients are 0.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import triton
-import triton.language as tl
 
 from . import attention_dropout as dropout
 from .attention_forward import hull
@@ -47,12 +45,15 @@ from .attention_text import (
 # Sizes that are not to be compiled in.
 SIZES = ["rows", "columns", "kv_heads", "group", "heads", "together", "padded"]
 
+# Which heads of which batches a launch is for.
+PART = ["first_batch", "first_head", "some_heads"]
+
 STATISTICS = ("shift", "delta")  # lse2 and delta
 
 
 def gradient_axis(axes: str) -> str:
-    """Which kernel makes the gradient of an input that varies along ``axes``: "rows" (not along
-    keys), "columns" (along keys only) or "pairs"."""
+    """How the gradient of an input that varies along ``axes`` is made: by sums over "rows" (not
+    along keys), over "columns" (along keys only), or as "pairs"."""
     return "rows" if "k" not in axes else "pairs" if "q" in axes else "columns"
 
 
@@ -61,7 +62,8 @@ class Form:
     """What is compiled besides the program. ``head``, ``value``: D and Dv. ``tma``: q, k, v and
     do through tensor descriptors, ``descriptors``: lse2 and delta as well, ``described``: which of
     the score's inputs. ``dk``, ``dv``, ``dq``: the pieces of the head whose gradient a kernel
-    makes. ``inputs``: the numbers of the inputs whose gradient it makes. ``merged``: one loop over
+    makes. ``inputs``: the numbers of the inputs whose gradient it sums, ``pairs``: of those whose
+    gradient it stores for each pair, ``stored``: through descriptors. ``merged``: one loop over
     all tiles, whose mask is a branch, in place of one over whole tiles and one over the others.
     ``early``: dP is made before p, so that the other products follow one another. ``streamed``: the
     inputs along rows only that the keys kernel reads through descriptors."""
@@ -76,6 +78,8 @@ class Form:
     dk: tuple[int, ...] = ()
     dv: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
+    pairs: tuple[int, ...] = ()
+    stored: bool = False
     merged: bool = False
     early: bool = False
     streamed: tuple[int, ...] = ()
@@ -95,43 +99,6 @@ class Form:
             Operand("value", self.value, v),
             Operand("out_grad", self.value, do),
         )
-
-
-@triton.jit
-def statistics_kernel(
-    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, kept_ptr, rows, padded,
-    heads, out_b, out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h,
-    lse_grad_s,
-    VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """delta, lse2 and dlse [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` they are
-    0, inf and 0, as for a row without keys."""
-    tiles = tl.cdiv(padded, ROWS)
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
-    q = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)[None, :]
-    there = q < rows
-    inside = there[:, None] & (column < VALUE)
-    at = q[:, None].to(tl.int64)
-    out_at = out_ptr + b * out_b + h * out_h
-    given_at = out_grad_ptr + b * out_grad_b + h * out_grad_h
-    out = tl.load(out_at + at * out_s + column, inside, other=0.0)
-    given = tl.load(given_at + at * out_grad_s + column, inside, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * given.to(tl.float32), 1)
-    lse = tl.load(lse_ptr + bh * rows + q, there, other=float("-inf"))
-    empty = lse == float("-inf")
-    lse_grad = tl.zeros([ROWS], tl.float32)
-    if lse_grad_ptr is not None:
-        where = b * lse_grad_b + h * lse_grad_h + q.to(tl.int64) * lse_grad_s
-        lse_grad = tl.load(lse_grad_ptr + where, there & ~empty, other=0.0)
-    delta -= lse_grad
-    if kept_ptr is not None:
-        tl.store(kept_ptr + bh * padded + q, lse_grad, q < padded)
-    tl.store(delta_ptr + bh * padded + q, tl.where(empty, 0.0, delta), q < padded)
-    shift = tl.where(empty, float("inf"), lse * 1.4426950408889634)
-    tl.store(shift_ptr + bh * padded + q, shift, q < padded)
 
 
 # ----------------------------------------------------------------------------------------
@@ -254,15 +221,20 @@ def _weight_gradient(
 
 
 def _gradient(program: Program, inputs: Sequence[int]) -> str:
-    """From ``g`` to ``ds`` and the inputs' gradients. Where the score is a multiple of s, its
-    factor waits for the end."""
-    if program.scale is not None and not inputs:
-        return "ds = g"
-    return program.gradient
+    """From ``g`` to ``ds`` and the inputs' gradients. Where ds is a multiple of g, its factor waits
+    for the end."""
+    if _slope(program) is None:
+        return program.gradient
+    return joined(program.gradient if inputs else "", "ds = g")
 
 
-def _ds_factor(program: Program, inputs: Sequence[int]) -> str:
-    return f" * {program.scale!r}" if program.scale is not None and not inputs else ""
+def _slope(program: Program) -> float | None:
+    return program.scale if program.slope is None else program.slope
+
+
+def _ds_factor(program: Program) -> str:
+    slope = _slope(program)
+    return "" if slope is None else f" * {slope!r}"
 
 
 def _tiles(over: Loops, form: Form, body: Callable[[str], str]) -> str:
@@ -371,14 +343,13 @@ def _keys(program: Program, form: Form) -> str:
         if not which:
             continue
         result = Operand(name, dim)
-        factor = _ds_factor(program, form.inputs) if name == "dk" else ""
+        factor = _ds_factor(program) if name == "dk" else ""
         ends.append(result.at("b", "kv_head"))
         for i in which:
             ends.append(result.store(i, "k_start", "BLOCK_N", "columns", f"{name}{i}{factor}"))
     return joined(
         _place("k", "columns", "BLOCK_N", False),
-        "b = bh // kv_heads",
-        "kv_head = bh % kv_heads",
+        *_batch_and_head(program),
         "ql = tl.arange(0, BLOCK_M)[None, :]",
         "kl = tl.arange(0, BLOCK_N)[:, None]",
         "keys = k_start + tl.arange(0, BLOCK_N)",
@@ -394,6 +365,15 @@ def _keys(program: Program, form: Form) -> str:
         indented(head),
         *ends,
     )
+
+
+def _batch_and_head(program: Program) -> list[str]:
+    """Batches that share a matrix lie side by side: it is most of what a tile reads."""
+    axes = [set(given.axes) for given in program.inputs]
+    if any({"q", "k"} <= a and "b" not in a for a in axes):
+        batches = "batches = tl.num_programs(0) // (tiles * kv_heads)"
+        return [batches, "b = bh % batches", "kv_head = bh // batches"]
+    return ["b = bh // kv_heads", "kv_head = bh % kv_heads"]
 
 
 @functools.cache
@@ -429,8 +409,10 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
         "p = tl.exp2(r - shift)",
         "" if form.early else joined(dropout.draws(program, "row"), given),
         "g = p * dp",
-        _gradient(program, form.inputs),
+        _gradient(program, form.inputs + form.pairs),
     ]
+    for i in form.pairs:
+        lines.append(_stored_pairs(form, i, f"tl.broadcast_to(d{i}, [BLOCK_M, BLOCK_N])"))
     if form.dq:
         lines.append("narrow_ds = ds.to(key0.dtype)")
     for i in form.dq:
@@ -443,6 +425,33 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
 
 def _summed(name: str, form: Form) -> str:
     return "\n".join(f"{name}{i} += tl.sum(tl.broadcast_to(d{i}, p.shape), 1)" for i in form.inputs)
+
+
+def _stored_pairs(form: Form, i: int, value: str) -> str:
+    """``value`` for a tile's pairs. There is memory for whole tiles: no mask, wide stores."""
+    if form.stored:
+        return f"pair{i}_desc.store([pair_row, k_start], ({value}).to(pair{i}_desc.dtype))"
+    at = f"pair{i}_at + (ql * pair_step + (k_start + kl))"
+    return f"tl.store({at}, ({value}).to(pair{i}_ptr.dtype.element_ty))"
+
+
+def _unkept_pairs(program: Program, form: Form) -> str:
+    """Zeros for the pairs of tiles that the loops leave out."""
+    lo, hi = [], []
+    for span in program.row_spans:
+        lo.append(f"tl.maximum({span.lo}, doc_lo)" if program.documents else span.lo)
+        hi.append(f"tl.minimum({span.hi}, doc_hi)" if program.documents else span.hi)
+    if not form.pairs or list(zip(lo, hi, strict=True)) == [("0", "columns")]:
+        return ""
+    touched = " | ".join(
+        f"((k_start < {b}) & (k_start + BLOCK_N > {a}))" for a, b in zip(lo, hi, strict=True)
+    )
+    zeros = [_stored_pairs(form, i, "tl.zeros([BLOCK_M, BLOCK_N], tl.float32)") for i in form.pairs]
+    return joined(
+        "for k_start in range(0, columns, BLOCK_N):",
+        f"    if not ({touched}):",
+        indented(joined(*zeros), 8),
+    )
 
 
 def _corrected(form: Form) -> str:
@@ -469,6 +478,8 @@ def rows_parameters(program: Program, form: Form) -> list[str]:
         names += Operand("dq", 0).parameters
     names += [*statistics_parameters(form), *(f"sum{i}_ptr" for i in form.inputs)]
     names += ["lse_grad_ptr"] if form.inputs else []
+    names += [f"pair{i}_{'desc' if form.stored else 'ptr'}" for i in form.pairs]
+    names += ["pair_step", "pair_rows", *PART] if form.pairs else []
     return [*names, *_given(program, form)]
 
 
@@ -481,14 +492,20 @@ def _rows(program: Program, form: Form) -> str:
     sums += ["sum_g"] if sums else []
     if form.dq:
         result = Operand("dq", form.head)
-        factor = _ds_factor(program, form.inputs)
+        factor = _ds_factor(program)
         ends.append(result.at())
         for i in form.dq:
             ends.append(result.store(i, "q_start", "BLOCK_M", "rows", f"dq{i}{factor}"))
+    some = ["b = bh // heads", "h = bh % heads"]
+    if form.pairs:
+        some = ["b = first_batch + bh // some_heads", "h = first_head + bh % some_heads"]
+        some.append("pair_row = bh * pair_rows + q_start")
+        if not form.stored:
+            first = "tl.cast(pair_row, tl.int64) * pair_step"
+            some += [f"pair{i}_at = pair{i}_ptr + {first}" for i in form.pairs]
     return joined(
         _place("q", "rows", "BLOCK_M", True),
-        "b = bh // heads",
-        "h = bh % heads",
+        *some,
         "kv_head = h // group",
         "ql = tl.arange(0, BLOCK_M)[:, None]",
         "kl = tl.arange(0, BLOCK_N)[None, :]",
@@ -511,6 +528,7 @@ def _rows(program: Program, form: Form) -> str:
         _hull(program, "q_start // BLOCK_M"),
         over.head,
         _tiles(over, form, functools.partial(_rows_body, program, form)),
+        _unkept_pairs(program, form),
         *ends,
         _corrected(form),
     )
@@ -523,84 +541,5 @@ def rows_kernel(program: Program, form: Form) -> Any:
         rows_parameters(program, form),
         ["BLOCK_M", "BLOCK_N", "STAGES"],
         _rows(program, form),
-        unspecialised=_unspecialised(program),
-    )
-
-
-# ----------------------------------------------------------------------------------------
-# the gradient of one input along rows and columns
-
-
-def pairs_parameters(program: Program, form: Form) -> list[str]:
-    names = [name for operand in form.operands for name in operand.parameters]
-    names += [*statistics_parameters(form), "grad_ptr"]
-    names += dropout.parameters(program)
-    return [*names, *score_parameters(program, form.described), *SIZES, "batches"]
-
-
-def _pairs(program: Program, form: Form) -> str:
-    query, key, value, out_grad = form.operands
-    (i,) = form.inputs
-    options = _options(form)
-    axes = program.inputs[i].axes
-    touched = " | ".join(
-        f"((k_start < {span.hi}) & (k_start + BLOCK_N > {span.lo}))" for span in program.row_spans
-    )
-    body = joined(
-        f"b = {'outer // own_heads' if 'b' in axes else 'turn // other_heads'}",
-        f"h = {'outer % own_heads' if 'h' in axes else 'turn % other_heads'}",
-        "kv_head = h // group",
-        query.at(),
-        out_grad.at(),
-        key.at("b", "kv_head"),
-        value.at("b", "kv_head"),
-        inputs_at(program, described=form.described),
-        "row = b * heads + h",
-        "row_at = tl.cast(row, tl.int64) * padded",
-        _loaded(query, "q_start", "BLOCK_M", "rows"),
-        _loaded(key, "k_start", "BLOCK_N", "columns"),
-        _loaded(out_grad, "q_start", "BLOCK_M", "rows"),
-        _loaded(value, "k_start", "BLOCK_N", "columns"),
-        f"s = {product(_names(query), _transposed(_names(key)), options)}",
-        _score(program, form, "always", False, False, ""),
-        _statistic(form, "shift", "[:, None]"),
-        _statistic(form, "delta", "[:, None]"),
-        "p = tl.exp2(r - shift)",
-        dropout.draws(program, "row"),
-        _weight_gradient(program, _names(out_grad), _names(value), options, "[BLOCK_M, BLOCK_N]"),
-        "g = p * dp",
-        program.gradient,
-        f"total += d{i}",
-    )
-    return joined(
-        f"own_heads = {'heads' if 'h' in axes else '1'}",
-        f"other_heads = {'1' if 'h' in axes else 'heads'}",
-        "tiles = tl.cdiv(columns, BLOCK_N)",
-        "pid = tl.program_id(0)",
-        "k_start = pid % tiles * BLOCK_N",
-        "q_start = pid // tiles % tl.cdiv(rows, BLOCK_M) * BLOCK_M",
-        "outer = pid // tiles // tl.cdiv(rows, BLOCK_M)",
-        "ql = tl.arange(0, BLOCK_M)[:, None]",
-        "kl = tl.arange(0, BLOCK_N)[None, :]",
-        "q0 = q_start",
-        "q1 = tl.minimum(q_start + BLOCK_M, rows) - 1",
-        "total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
-        dropout.seeded(program),
-        f"turns = {'1' if 'b' in axes else 'batches'} * other_heads",
-        f"for turn in range(0, tl.where({touched}, turns, 0)):",
-        indented(body),
-        "at = (tl.cast(outer, tl.int64) * rows + q_start + ql) * columns + k_start + kl",
-        "inside = (q_start + ql < rows) & (k_start + kl < columns)",
-        "tl.store(grad_ptr + at, total.to(grad_ptr.dtype.element_ty), inside)",
-    )
-
-
-@functools.cache
-def pairs_kernel(program: Program, form: Form) -> Any:
-    return kernel_of(
-        "attention_pairs",
-        pairs_parameters(program, form),
-        ["BLOCK_M", "BLOCK_N"],
-        _pairs(program, form),
-        unspecialised=[*_unspecialised(program), "batches"],
+        unspecialised=[*_unspecialised(program), *(PART if form.pairs else [])],
     )

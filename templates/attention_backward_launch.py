@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +19,17 @@ from .attention_backward import (
     Form,
     gradient_axis,
     keys_kernel,
-    pairs_kernel,
     rows_kernel,
-    statistics_kernel,
 )
+from .attention_backward_sums import statistics_kernel, sums_kernel
 from .attention_dropout import Dropout
 from .attention_launch import dense, products
 from .attention_program import Program
 from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
 
-ROWS = 128  # the most query rows of a tile
+ROWS = 128  # the most query rows or keys of a tile
+SUMMED = 16, 128  # the rows and keys whose sums a program makes
+PAIR_BYTES = 1 << 29  # of gradients for single pairs that are in memory at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def keys_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> 
         return Tiling(64, 64, 8, 2, merged=True, early=True)
     if program.dropout:  # draws take registers too
         return Tiling(32 if widest > 64 else 64, 64, 4, 2, merged=True)
-    if not program.keep and widest > 64:
+    if not program.keep and widest > 64 and not _matrix(program):
         return Tiling(64, 128, 8, 3)
     return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=_short(program))
 
@@ -80,20 +81,19 @@ def rows_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> 
         return Tiling(64, 64, 8, 2, merged=True)
     if _short(program):
         return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
+    if _matrix(program) and widest > 64:
+        return Tiling(64, 32, 4, 3)
     return Tiling(128, 64, 8, 3) if widest > 64 else Tiling(64, 64, 4, 3)
+
+
+def _matrix(program: Program) -> bool:
+    """Whether the score reads something along rows and keys."""
+    return any({"q", "k"} <= set(given.axes) for given in program.inputs)
 
 
 def _short(program: Program) -> bool:
     """Whether loops are short wherever they are, so that one is better than two."""
     return program.documents is not None
-
-
-def pairs_tiling(dtype: torch.dtype, head: int, value: int) -> Tiling:
-    """Of the gradient of an input along rows and keys."""
-    widest = max(_width(head), _width(value))
-    if dtype == torch.float32:
-        return Tiling(32, 32, 4, 1)
-    return Tiling(64, 64, 4, 1) if widest > 128 else Tiling(128, 64, 8, 2)
 
 
 @functools.cache
@@ -279,45 +279,104 @@ class _Backward:
         programs = triton.cdiv(self.columns, chosen.block_n) * heads
         self._launch(keys_kernel(self.program, form), programs, values, chosen)
 
-    def queries(self, dq: Tensor | None, sums: dict[int, Tensor], chosen: Tiling) -> None:
-        """dq, and ``sums`` [B, Hq, padded] of the inputs along rows or neither."""
+    def queries(
+        self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling
+    ) -> None:
+        """dq, ``sums`` [B, Hq, padded] of the inputs along rows or neither, and ``pairs``, the
+        gradients of the inputs along rows and keys."""
         chosen = self._fitted(chosen, False)
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
-            inputs=tuple(sums), merged=chosen.merged, early=chosen.early,
+            inputs=tuple(sums), pairs=tuple(pairs), merged=chosen.merged, early=chosen.early,
+            stored=bool(pairs) and by_tma(self.delta),
         )  # fmt: skip
         values = self._given(form, chosen.block_m, chosen.block_n)
-        heads = self.batches * self.heads
-        values["together"] = self._together(self.columns, heads, chosen.near)
         if dq is not None:
             values |= Operand("dq", dq.shape[3]).values(dq, 0)
         values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
         values |= {"lse_grad_ptr": self.dlse} if sums else {}
         values |= self._documents("q", chosen.block_m)
-        programs = triton.cdiv(self.rows, chosen.block_m) * heads
-        self._launch(rows_kernel(self.program, form), programs, values, chosen)
+        kernel, tiles = rows_kernel(self.program, form), triton.cdiv(self.rows, chosen.block_m)
+        if not pairs:
+            heads = self.batches * self.heads
+            values["together"] = self._together(self.columns, heads, chosen.near)
+            self._launch(kernel, tiles * heads, values, chosen)
+            return
+        # Whole tiles of pairs, so that no store has a mask and rows begin at multiples of 16 bytes.
+        size = self.padded, triton.cdiv(self.columns, ROWS) * ROWS
+        most = PAIR_BYTES // (size[0] * size[1] * sum(t.element_size() for t in pairs.values()))
+        whole = (self.batches, self.heads, *size)
+        if all(t.shape == whole for t in pairs.values()):  # nothing is summed
+            most = self.batches * self.heads
+        parts = self._parts(pairs, max(1, most))
+        totals = {i: self._total(i, t, parts[0]) for i, t in pairs.items()}
+        for part in parts:
+            heads = [s.stop - s.start for s in part]
+            some = {
+                i: t if t.shape == whole else t.new_empty((*heads, *size)) for i, t in pairs.items()
+            }
+            if form.stored:
+                block = [chosen.block_m, chosen.block_n]
+                values |= {
+                    f"pair{i}_desc": TensorDescriptor.from_tensor(t.flatten(0, 2), block)
+                    for i, t in some.items()
+                }
+            else:
+                values |= {f"pair{i}_ptr": t for i, t in some.items()}
+            values |= {
+                "pair_step": size[1], "pair_rows": size[0], "first_batch": part[0].start,
+                "first_head": part[1].start, "some_heads": heads[1],
+                "together": self._together(self.columns, math.prod(heads), chosen.near),
+            }  # fmt: skip
+            self._launch(kernel, tiles * math.prod(heads), values, chosen)
+            for i, found in some.items():
+                if found is not pairs[i]:
+                    self._add(i, pairs[i], totals[i], found, part)
+        for i, total in totals.items():
+            if total is not pairs[i]:
+                pairs[i].copy_(total)
 
-    def pairs(self, i: int, grad: Tensor, chosen: Tiling) -> None:
-        """The gradient of input ``i``, whose axes have rows and columns."""
-        chosen = self._fitted(chosen, False, held=False)
-        form = self.form(inputs=(i,))
-        values = self._given(form, chosen.block_m, chosen.block_n)
-        values |= {"together": 1, "batches": self.batches, "grad_ptr": grad}
-        tiles = triton.cdiv(self.rows, chosen.block_m) * triton.cdiv(self.columns, chosen.block_n)
-        self._launch(
-            pairs_kernel(self.program, form), tiles * math.prod(grad.shape[:2]), values, chosen
-        )
+    def _total(self, i: int, grad: Tensor, part: Sequence[slice]) -> Tensor:
+        """Where the gradient of input ``i`` is summed: itself, if every sum is made at once."""
+        cut = part[0].stop < self.batches, part[1].stop < self.heads
+        axes = self.program.inputs[i].axes
+        if any(is_cut and a not in axes for is_cut, a in zip(cut, "bh", strict=True)):
+            return grad.new_zeros(grad.shape, dtype=torch.float32)
+        return grad
 
-    def _fitted(self, chosen: Tiling, keys_held: bool, held: bool = True) -> Tiling:
-        """``chosen``, or what fits; ``held``: one side stays while the other is streamed."""
+    def _add(
+        self, i: int, grad: Tensor, total: Tensor, pairs: Tensor, part: Sequence[slice]
+    ) -> None:
+        """Add a part's pairs, summed over what the input is broadcast along, to ``_total``."""
+        axes = self.program.inputs[i].axes
+        place = [s if a in axes else slice(None) for s, a in zip(part, "bh", strict=True)]
+        here = total[tuple(place)]
+        sums = [1 if a in axes else n for a, n in zip("bh", pairs.shape[:2], strict=True)]
+        tiles = triton.cdiv(self.rows, SUMMED[0]) * triton.cdiv(self.columns, SUMMED[1])
+        wrap_triton(sums_kernel)[(tiles * here.shape[0] * here.shape[1],)](
+            pairs, here, self.rows, self.columns, here.shape[1], *sums, *pairs.stride()[:3],
+            *here.stride()[:3], ADD=total is not grad, ROWS=SUMMED[0], COLUMNS=SUMMED[1],
+            num_warps=4,
+        )  # fmt: skip
+
+    def _parts(self, pairs: Iterable[int], many: int) -> list[tuple[slice, slice]]:
+        """Batches and heads in rectangles of ``many`` matrices at most, which are as long as can be
+        along what is summed over."""
+        over_batches = all("h" in self.program.inputs[i].axes for i in pairs)
+        batches = min(self.batches, many if over_batches else max(1, many // self.heads))
+        heads = min(self.heads, max(1, many // batches))
+        return [
+            (slice(b, min(b + batches, self.batches)), slice(h, min(h + heads, self.heads)))
+            for b in range(0, self.batches, batches)
+            for h in range(0, self.heads, heads)
+        ]
+
+    def _fitted(self, chosen: Tiling, keys_held: bool) -> Tiling:
+        """``chosen``, or what fits."""
         size = self.q.element_size()
         each = size * (_width(self.q.shape[3]) + _width(self.v.shape[3]))
         pair = sum(self.inputs[i].element_size() for i in self.matrices)
-        limit = _shared_bytes(self.q.device)
-        if held:
-            return fitted(chosen, each, each + 8, pair, limit, keys_held)
-        blocks = chosen.block_m * chosen.stages * each  # streamed as well
-        return fitted(chosen, 0, each, pair, limit - blocks, keys_held)
+        return fitted(chosen, each, each + 8, pair, _shared_bytes(self.q.device), keys_held)
 
     def _documents(self, axis: str, block: int) -> dict[str, Any]:
         if not self.program.documents:
@@ -369,13 +428,14 @@ def backward(
     call = _Backward(
         do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows, dropout
     )
-    sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}, "pairs": {}}
+    sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}}
+    pairs: dict[int, Tensor] = {}
     for i in wanted:
         axes = program.inputs[i].axes
         kind = gradient_axis(axes)
         if kind == "pairs":
             grads[i] = torch.empty(inputs[i].shape, dtype=inputs[i].dtype, device=q.device)
-            call.pairs(i, grads[i], pairs_tiling(dtype, head, value))
+            pairs[i] = grads[i]
         else:
             length = call.padded if kind == "rows" else k.shape[2]
             sums[kind][i] = call.fp32(*q.shape[:2], length)
@@ -383,8 +443,8 @@ def backward(
     rows = rows or rows_tiling(program, dtype, head, value)
     if needed[1] or needed[2] or sums["columns"]:
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
-    if needed[0] or sums["rows"]:
-        call.queries(dq if needed[0] else None, sums["rows"], rows)
+    if needed[0] or sums["rows"] or pairs:
+        call.queries(dq if needed[0] else None, sums["rows"], pairs, rows)
     for kind, at in (("rows", 3), ("columns", 2)):
         for i, partials in sums[kind].items():
             partials = partials[:, :, : q.shape[2] if kind == "rows" else None].unsqueeze(at)

@@ -19,7 +19,7 @@ from torch.library import wrap_triton
 
 from .attention_program import Program
 
-CHUNK = 1024
+CHUNK = 4096
 
 
 @triton.jit(do_not_specialize=["size", "others"])
@@ -74,7 +74,7 @@ def hulls(program: Program, inputs: Any, axis: str, block: int) -> Tensor:
     found = torch.empty((batch, heads, tiles, 4), dtype=torch.int32, device=own.device)
     wrap_triton(hull_kernel)[(tiles, batch * heads)](
         own, *_strides(own), other, *_strides(other), found, size, others, heads, tiles,
-        BLOCK=block, CHUNK=CHUNK, num_warps=4,
+        BLOCK=block, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     return found
 

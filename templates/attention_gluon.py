@@ -7,6 +7,9 @@ one before with V, and does the softmax of its scores while that product runs. W
 consumers take turns in starting products, so that one's softmax lies beside the others' products
 (Shah et al., FlashAttention-3, 2024).
 
+What a score reads along the keys is copied beside K where a tensor map can describe it: as loads
+of the consumers it would stand in registers beside the scores.
+
 Of a tile's blocks those that need a mask come first, then those that are kept whole. What a score
 is, what it reads, what is kept, and where, are the functions that stand first here: a launch has a
 copy of this module in which they are those of its ``attention_program.Program``.
@@ -35,6 +38,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 SCORED = gl.constexpr(False)  # whether the score is more than the products times ``scale``
 SPANS = gl.constexpr(1)
 DOCUMENTS = gl.constexpr(False)
+STAGED = gl.constexpr(0)  # how many inputs are copied into shared memory
+BATCHES_BESIDE = gl.constexpr(False)  # a head's batches, which share a matrix, are neighbours
 
 
 @gluon.jit
@@ -63,8 +68,15 @@ def along_keys(inputs, at, q, k0, k, limit, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def staged_places(b, h, q, k):
+    """Where the block of each staged input begins, four numbers for each."""
+    return (b,)
+
+
+@gluon.jit
 def score(s, q, k, b, h, rows, columns, numbers, fixed, moving):
-    """``Program.score``, of the values of ``along_rows`` and ``along_keys``."""
+    """``Program.score``, of the values of ``along_rows``, and of ``along_keys`` with those of
+    ``staged_values`` behind."""
     return s
 
 
@@ -88,6 +100,15 @@ def tile_of(tile, heads, sections, row_tiles):
     first += tile // (size * row_tiles) * size
     tile = tile % (size * row_tiles)
     return row_tiles - 1 - tile // size, first + tile % size
+
+
+@gluon.jit
+def batch_and_head(head, batches, query_heads):
+    """The place of a tile's ``head``."""
+    if BATCHES_BESIDE:
+        return head % batches, head // batches
+    else:
+        return head // query_heads, head % query_heads
 
 
 @gluon.jit
@@ -182,17 +203,60 @@ def told(buffer, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def produce(sources, shared, DYNAMIC: gl.constexpr):
+def staged_buffers(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of blocks of an input: one for all consumers, or one for each one's rows."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    EACH: gl.constexpr = STAGES if ROWS == 1 else STAGES * CONSUMERS
+    shape: gl.constexpr = [EACH, 1, 1, ROWS, desc.block_type.shape[3]]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def copy_staged(
+    maps, buffers, barrier, place, b, h, q0, k0, ROWS: gl.constexpr, CONSUMERS: gl.constexpr
+):
+    """Start the copies of the staged inputs' blocks of rows from ``q0`` and keys from ``k0``."""
+    at = staged_places(b, h, q0, k0)
+    for j in gl.static_range(STAGED):
+        if maps[j].block_type.shape[2] == 1:
+            where = [at[4 * j], at[4 * j + 1], at[4 * j + 2], at[4 * j + 3]]
+            load(maps[j], where, barrier, buffers[j].index(place))
+        else:
+            for c in gl.static_range(CONSUMERS):
+                where = [at[4 * j], at[4 * j + 1], at[4 * j + 2] + c * ROWS, at[4 * j + 3]]
+                load(maps[j], where, barrier, buffers[j].index(place * CONSUMERS + c))
+
+
+@gluon.jit
+def staged_values(
+    buffers, place, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A consumer's blocks of the staged inputs in a place of the ring, [1 or ROWS, N]."""
+    found = ()
+    for j in gl.static_range(STAGED):
+        ROWS: gl.constexpr = buffers[j].shape[3]
+        if ROWS == 1:
+            block = buffers[j].index(place)
+        else:
+            block = buffers[j].index(place * CONSUMERS + WHICH)
+        found = found + (block.reshape((ROWS, N)).load(LAYOUT),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def produce(sources, shared, DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr):
     """Start all copies into shared memory, and tell the consumers which tile follows."""
-    q_desc, k_desc, v_desc, counter = sources
+    q_desc, k_desc, v_desc, maps, counter = sources
     buffers, barriers, sizes, numbers, _inputs, documents = shared
-    q_buffers, k_buffers, v_buffers, _o_buffers, tile_buffers = buffers
+    q_buffers, k_buffers, v_buffers, _o_buffers, tile_buffers, input_buffers = buffers
     q_ready, q_empty, ready, empty, _turns, tile_ready, tile_empty = barriers
-    tiles, heads, sections, row_tiles, query_heads, group, rows, columns = sizes
+    tiles, heads, sections, row_tiles, batches, query_heads, group, rows, columns = sizes
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
     STAGES: gl.constexpr = k_buffers.shape[0]
     N: gl.constexpr = k_buffers.shape[3]
+    K_BYTES: gl.constexpr = k_desc.block_type.nbytes + STAGED_BYTES
     count = 0
     turn = 0
     tile = gl.program_id(0)
@@ -205,8 +269,7 @@ def produce(sources, shared, DYNAMIC: gl.constexpr):
         else:
             following = tile + gl.num_programs(0)
         row_tile, head = tile_of(tile, heads, sections, row_tiles)
-        b = head // query_heads
-        h = head % query_heads
+        b, h = batch_and_head(head, batches, query_heads)
         kv = h // group
         masked, whole, found = blocks_of(
             row_tile, ROWS * CONSUMERS, N, b, h, rows, columns, numbers, documents
@@ -221,16 +284,21 @@ def produce(sources, shared, DYNAMIC: gl.constexpr):
                 q_buffers.index(c),
             )
         turn += 1
+        q0 = row_tile * CONSUMERS * ROWS
         k0 = block_of(0, masked, found) * N
-        place = place_in_ring(count, ready, empty, k_desc.block_type.nbytes, STAGES)
+        place = place_in_ring(count, ready, empty, K_BYTES, STAGES)
         load(k_desc, [b, kv, k0, 0], ready.index(place), k_buffers.index(place))
+        copy_staged(maps, input_buffers, ready.index(place), place, b, h, q0, k0, ROWS, CONSUMERS)
         count += 1
         for i in range(1, masked + whole):
             v0 = k0
             k0 = block_of(i, masked, found) * N
-            size: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
+            size: gl.constexpr = K_BYTES + v_desc.block_type.nbytes
             place = place_in_ring(count, ready, empty, size, STAGES)
             load(k_desc, [b, kv, k0, 0], ready.index(place), k_buffers.index(place))
+            copy_staged(
+                maps, input_buffers, ready.index(place), place, b, h, q0, k0, ROWS, CONSUMERS
+            )
             load(v_desc, [b, kv, v0, 0], ready.index(place), v_buffers.index(place))
             count += 1
         place = place_in_ring(count, ready, empty, v_desc.block_type.nbytes, STAGES)
@@ -298,9 +366,9 @@ def step(
 ):  # fmt: skip
     """Scores of a block and the product of the one before with V, then the softmax."""
     buffers, barriers, sizes, numbers, inputs, _documents = shared
-    q_buffers, k_buffers, v_buffers, _o_buffers, _tile_buffers = buffers
+    q_buffers, k_buffers, v_buffers, _o_buffers, _tile_buffers, input_buffers = buffers
     q_ready, _q_empty, ready, empty, turns, _tile_ready, _tile_empty = barriers
-    _tiles, _heads, _sections, _row_tiles, _query_heads, _group, rows, columns = sizes
+    _tiles, _heads, _sections, _row_tiles, _batches, _query_heads, _group, rows, columns = sizes
     o, p, m, total = state
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     STAGES: gl.constexpr = k_buffers.shape[0]
@@ -321,6 +389,7 @@ def step(
         mbarrier.arrive(turns.index((WHICH + 1) % CONSUMERS), count=1)
     moving = read(inputs, at, near, k0, columns, MASKED, N, S_LAYOUT)
     s = warpgroup_mma_wait(1, deps=[s])
+    moving = moving + staged_values(input_buffers, ring, WHICH, CONSUMERS, N, S_LAYOUT)
     e, m, total, decay = softmax(
         s, m, total, scale, place, k0, rows, columns, numbers, fixed, moving, MASKED, N
     )
@@ -343,9 +412,9 @@ def consume(
     """ROWS rows of every tile of a program: products, softmax, output."""
     out_desc, lse, scale = results
     buffers, barriers, sizes, numbers, inputs, documents = shared
-    q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers = buffers
+    q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers, input_buffers = buffers
     q_ready, q_empty, ready, empty, _turns, tile_ready, tile_empty = barriers
-    tiles, heads, sections, row_tiles, query_heads, _group, rows, columns = sizes
+    tiles, heads, sections, row_tiles, batches, query_heads, _group, rows, columns = sizes
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
     STAGES: gl.constexpr = k_buffers.shape[0]
@@ -365,8 +434,7 @@ def consume(
     tile = gl.program_id(0)
     while tile < tiles:
         row_tile, head = tile_of(tile, heads, sections, row_tiles)
-        b = head // query_heads
-        h = head % query_heads
+        b, h = batch_and_head(head, batches, query_heads)
         masked, whole, found = blocks_of(
             row_tile, ROWS * CONSUMERS, N, b, h, rows, columns, numbers, documents
         )
@@ -388,6 +456,7 @@ def consume(
         k = k_buffers.index(ring).reshape((N, D)).permute((1, 0))
         s = warpgroup_mma(q_buffer, k, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
+        moving = moving + staged_values(input_buffers, ring, WHICH, CONSUMERS, N, S_LAYOUT)
         mbarrier.arrive(empty.index(ring), count=1)
         count += 1
         m = gl.full((ROWS,), float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -431,7 +500,8 @@ def consume(
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(empty.index(ring), count=1)
         count += 1
-        gl.store(lse + gl.cast(head, gl.int64) * rows + q, found_lse, mask=q < rows)
+        row = gl.cast(b * query_heads + h, gl.int64) * rows
+        gl.store(lse + row + q, found_lse, mask=q < rows)
         o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)), 1)
         # The copy out of the tile before has to have read its buffer.
         tma.store_wait(0)
@@ -448,6 +518,7 @@ def consume(
         "heads",
         "sections",
         "row_tiles",
+        "batches",
         "query_heads",
         "group",
         "rows",
@@ -455,10 +526,11 @@ def consume(
     ]
 )
 def attention_gluon(
-    q_desc, k_desc, v_desc, out_desc, lse, counter, tiles, heads, sections, row_tiles, query_heads,
-    group, scale, rows, columns, numbers, inputs, documents, N: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, NAN: gl.constexpr,
-    DYNAMIC: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, x0_desc, x1_desc, lse, counter, tiles, heads, sections,
+    row_tiles, batches, query_heads, group, scale, rows, columns, numbers, inputs, documents,
+    N: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, CONSUMERS: gl.constexpr,
+    PINGPONG: gl.constexpr, NAN: gl.constexpr,
+    DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = k_desc.block_type.shape[3]
@@ -468,6 +540,15 @@ def attention_gluon(
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, D], k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, V], v_desc.layout)
     o_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, V], out_desc.layout)
+    maps = ()
+    input_buffers = ()
+    if STAGED >= 1:
+        maps = (x0_desc,)  # type: ignore[assignment]
+        input_buffers = (staged_buffers(x0_desc, STAGES, CONSUMERS),)  # type: ignore[assignment]
+    if STAGED == 2:
+        maps = maps + (x1_desc,)  # type: ignore[assignment]
+        more = (staged_buffers(x1_desc, STAGES, CONSUMERS),)
+        input_buffers = input_buffers + more  # type: ignore[assignment]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
     q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
@@ -490,20 +571,20 @@ def attention_gluon(
     fence_async_shared()
 
     shared = (
-        (q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers),
+        (q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers, input_buffers),
         (q_ready, q_empty, ready, empty, turns, tile_ready, tile_empty),
-        (tiles, heads, sections, row_tiles, query_heads, group, rows, columns),
+        (tiles, heads, sections, row_tiles, batches, query_heads, group, rows, columns),
         numbers,
         inputs,
         documents,
     )
     results = (out_desc, lse, scale)
-    sources = (q_desc, k_desc, v_desc, counter)
+    sources = (q_desc, k_desc, v_desc, maps, counter)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 0)),
-                (produce, (sources, shared, DYNAMIC)),
+                (produce, (sources, shared, DYNAMIC, STAGED_BYTES)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -513,7 +594,7 @@ def attention_gluon(
             [
                 (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 0)),
                 (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 1)),
-                (produce, (sources, shared, DYNAMIC)),
+                (produce, (sources, shared, DYNAMIC, STAGED_BYTES)),
             ],
             [ROWS // 16, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -524,7 +605,7 @@ def attention_gluon(
                 (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 0)),
                 (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 1)),
                 (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 2)),
-                (produce, (sources, shared, DYNAMIC)),
+                (produce, (sources, shared, DYNAMIC, STAGED_BYTES)),
             ],
             [ROWS // 16, ROWS // 16, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -19,12 +19,15 @@ import triton.language as tl
 
 from . import attention_documents
 from .attention_program import LOG2E, Program
+from .attention_text import describable, unexpanded
 
 # Versions of Triton whose Gluon compiles the kernel and on which it was checked on a card.
 VERSIONS = ("3.6.",)
 DIMS = (64, 128)
 # K and V of the heads that programs work on together: what stays in a cache of 50 MB.
 SECTION_BYTES = 16 * 2**20
+SHARED_BYTES = 227 << 10
+MOST_STAGED = 2  # inputs that are copied into shared memory
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,28 @@ class Tile:
         return (232, 40) if self.warps * self.consumers <= 8 else (160, 32)
 
 
-def default_tile(program: Program, d: int) -> Tile:
-    """The tile for a program and a head dimension of 64 or 128."""
-    # Registers: what a score reads along the keys stands beside the scores.
-    if any("k" in given.axes for given in program.inputs):
-        return Tile(keys=64, stages=4, pingpong=d == 128)
-    return Tile(stages=2) if d == 128 else Tile(stages=4, pingpong=False)
+def default_tile(program: Program, d: int, copied: tuple[int, ...] = ()) -> Tile:
+    """The tile for a program and a head dimension of 64 or 128; ``copied``: the staged inputs."""
+    matrices = [program.inputs[i] for i in copied if "q" in program.inputs[i].axes]
+    if matrices:
+        # More rows for a block of keys: what is read of a matrix comes on top of K and V.
+        pair = sum(given.dtype.itemsize for given in matrices)
+        for tile in (Tile(64, 3, pingpong=False), Tile(64, stages=3, pingpong=False)):
+            if _shared_bytes(tile, d, pair) <= SHARED_BYTES:
+                return tile
+        return Tile(64, pingpong=False)
+    # Registers: what is not staged stands beside the scores. Small blocks leave out more documents.
+    loaded = any("k" in x.axes and i not in copied for i, x in enumerate(program.inputs))
+    if loaded or program.documents:
+        return Tile(keys=64, stages=4, pingpong=loaded and d == 128)
+    return Tile(pingpong=not copied) if d == 128 else Tile(stages=4, pingpong=False)
+
+
+def _shared_bytes(tile: Tile, d: int, pair: int) -> int:
+    """About the shared memory of a tile of 16-bit heads of d, and ``pair`` bytes for each pair of
+    a row and a key."""
+    block = tile.keys * (4 * d + tile.rows * pair)
+    return 4 * tile.rows * d + tile.stages * block + 2048
 
 
 def available() -> bool:
@@ -141,18 +160,32 @@ def _tuple(values: list[str]) -> str:
     return f"({', '.join(values or ['b'])},)"
 
 
-def _inputs(program: Program) -> dict[str, tuple[str, list[str], str]]:
+def staged(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The inputs along keys that are copied into shared memory, matrices first."""
+    found = describable(program, inputs)
+    return tuple(sorted(found, key=lambda i: "q" not in program.inputs[i].axes)[:MOST_STAGED])
+
+
+def _shared_by_batches(program: Program, copied: tuple[int, ...]) -> bool:
+    """Whether a matrix is the same for all batches, which is most of what a tile reads."""
+    axes = [set(program.inputs[i].axes) for i in copied]
+    return any({"q", "k"} <= a and "b" not in a for a in axes)
+
+
+def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that read inputs. What a kernel gets as
     ``inputs`` are a pointer and the strides along its axes of each."""
     origins: list[str] = []
     rows: list[str] = []
     keys: list[str] = []
     at = 0
-    for given in program.inputs:
+    for i, given in enumerate(program.inputs):
         stride = {axis: f"inputs[{at + 1 + n}]" for n, axis in enumerate(given.axes)}
         head = [f"tl.cast({a}, tl.int64) * {stride[a]}" for a in given.axes if a in "bh"]
         where = " + ".join([f"inputs[{at}]", *head])
         at += 1 + len(given.axes)
+        if i in copied:
+            continue
         if "k" not in given.axes:
             near = f" + tl.cast(q, tl.int64) * {stride['q']}" if "q" in given.axes else ""
             rows.append(f"tl.load({where}{near})")
@@ -176,45 +209,49 @@ def _inputs(program: Program) -> dict[str, tuple[str, list[str], str]]:
             ["b = k0", *keys],
             _tuple([f"x{i}" for i in range(len(origins))]),
         ),
-    }
+        "staged_places": (
+            "b, h, q, k", [],
+            _tuple([a if a in program.inputs[i].axes else "0" for i in copied for a in "bhqk"]),
+        ),
+    }  # fmt: skip
 
 
-def functions(program: Program) -> dict[str, tuple[str, list[str], str]]:
+def functions(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that are a program's own."""
     numbers = [f"n{i} = numbers[{i}]" for i in range(program.numbers)]
-    values, fixed, moving = [], 0, 0
-    for i, given in enumerate(program.inputs):
-        if "k" in given.axes:
-            values.append(f"x{i} = moving[{moving}]")
-            moving += 1
-        else:
-            values.append(f"x{i} = fixed[{fixed}]")
-            fixed += 1
+    every = range(len(program.inputs))
+    fixed = [i for i in every if "k" not in program.inputs[i].axes]
+    moving = [i for i in every if i not in fixed and i not in copied] or [-1]  # see ``_tuple``
+    values = [f"x{i} = fixed[{at}]" for at, i in enumerate(fixed)]
+    values += [f"x{i} = moving[{at}]" for at, i in enumerate([*moving, *copied]) if i >= 0]
     bounds = [b for s in program.row_spans for b in (s.lo, s.hi, s.full_lo, s.full_hi)]
     common = "b, h, rows, columns, numbers, fixed, moving"
     score = [*numbers, *values, *program.score.splitlines()] if scored(program) else []
     keep = [*numbers, *values, *program.keep.splitlines()] if program.keep else []
     return {
         "spans": ("q0, q1, rows, columns, numbers", numbers, f"({', '.join(bounds)})"),
-        **_inputs(program),
+        **_inputs(program, copied),
         "score": (f"s, q, k, {common}", score, "r" if score else "s"),
         "keep": (f"q, k, {common}", keep, "keep" if keep else "k < columns"),
     }
 
 
-def define(program: Program) -> ModuleType:
-    """A fresh copy of the module ``attention_gluon`` with the functions of a program."""
+def define(program: Program, copied: tuple[int, ...] = ()) -> ModuleType:
+    """A fresh copy of the module ``attention_gluon`` with the functions of a program; ``copied``:
+    the inputs that are ``staged``."""
     path = Path(__file__).with_name("attention_gluon.py")
     name = f"{__package__}.attention_gluon"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for function, (arguments, body, result) in functions(program).items():
+    for function, (arguments, body, result) in functions(program, copied).items():
         setattr(module, function, _function(function, arguments, body, result, name))
     module.SCORED = tl.constexpr(scored(program))
     module.SPANS = tl.constexpr(len(program.row_spans))
     module.DOCUMENTS = tl.constexpr(program.documents is not None)
+    module.STAGED = tl.constexpr(len(copied))
+    module.BATCHES_BESIDE = tl.constexpr(_shared_by_batches(program, copied))
     return module
 
 
@@ -222,18 +259,19 @@ kernels = functools.cache(define)
 
 
 @functools.cache
-def _shared_layout() -> Any:
+def _shared_layout(bits: int, vector: bool) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(128, 16, rank=4)
+    return NVMMASharedLayout(0 if vector else 128, bits, rank=4)
 
 
 def _described(x: torch.Tensor, block: list[int]) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    layout = _shared_layout(8 * x.element_size(), block[2] == 1)
     # The step of a dimension of one entry is never taken, but has to be one that a map can have.
     strides = [8 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _shared_layout())
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
 def _like(q: torch.Tensor, dim: int) -> torch.Tensor:
@@ -243,6 +281,12 @@ def _like(q: torch.Tensor, dim: int) -> torch.Tensor:
     order = sorted(range(3), key=lambda i: (q.stride(i), -i), reverse=True)
     shape = [q.shape[i] for i in order]
     return q.new_empty([*shape, dim]).permute(*(order.index(i) for i in range(3)), 3)
+
+
+def _bytes(described: Any, tile: Tile) -> int:
+    """Of a staged input in one place of the ring."""
+    _, _, rows, keys = described.block_shape
+    return (tile.consumers if rows > 1 else 1) * rows * keys * described.base.element_size()
 
 
 def launch(
@@ -272,6 +316,11 @@ def launch(
         hulls = attention_documents.hulls(program, inputs, "q", tile.rows)
         documents = tuple(attention_documents.hull_values(hulls).values())
     each = 16 * tile.warps
+    copied = staged(program, inputs)
+    maps: list[Any] = []
+    for i in copied:
+        part = each if "q" in program.inputs[i].axes else 1
+        maps.append(_described(unexpanded(inputs[i]), [1, 1, part, tile.keys]))
     consumer, producer = tile.registers
     grid = (tiles if tile.schedule == "each" else min(tiles, multiprocessors),)
     # Where every program has one tile there is nothing to be told.
@@ -281,12 +330,14 @@ def launch(
         "k_desc": _described(k, [1, 1, tile.keys, d]),
         "v_desc": _described(v, [1, 1, tile.keys, dv]),
         "out_desc": _described(out, [1, 1, each, dv]),
+        **{f"x{j}_desc": maps[j] if j < len(maps) else None for j in range(MOST_STAGED)},
         "lse": lse,
         "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse,
         "tiles": tiles,
         "heads": batch * heads,
         "sections": max(batch * heads // held, 1),
         "row_tiles": row_tiles,
+        "batches": batch,
         "query_heads": heads,
         "group": group,
         "scale": 1.0 if scored(program) else (program.scale or 0.0) * LOG2E,
@@ -302,11 +353,12 @@ def launch(
         "PINGPONG": tile.pingpong and tile.consumers > 1,
         "NAN": program.empty == "nan",
         "DYNAMIC": dynamic,
+        "STAGED_BYTES": sum(_bytes(m, tile) for m in maps),
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "num_warps": tile.warps,
     }
-    return kernels(program).attention_gluon, grid, arguments
+    return kernels(program, copied).attention_gluon, grid, arguments
 
 
 def forward(
@@ -331,7 +383,7 @@ def forward(
     out = _like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tile = tile or default_tile(program, max(q.shape[3], v.shape[3]))
+    tile = tile or default_tile(program, max(q.shape[3], v.shape[3]), staged(program, inputs))
     kernel, grid, arguments = launch(q, k, v, inputs, numbers, program, out, lse, tile, count)
     kernel[grid](**arguments)
     return out, lse

@@ -100,10 +100,13 @@ def by_gluon(
 ) -> bool:  # fmt: skip
     """Whether ``forward`` takes the kernel of ``attention_gluon``. Launches nothing.
 
-    Heads of 64, and matrices, which that kernel reads element by element, are left to this one."""
-    matrix = any({"q", "k"} <= set(given.axes) for given in program.inputs)
+    Heads of 64 are left to this one, and matrices that no tensor map describes."""
+    copied = attention_gluon_launch.staged(program, inputs)
+    loaded = any(
+        {"q", "k"} <= set(given.axes) and i not in copied for i, given in enumerate(program.inputs)
+    )
     wide = max(q.shape[3], v.shape[3]) > 64
-    return wide and not matrix and attention_gluon_launch.applies(q, k, v, program)
+    return wide and not loaded and attention_gluon_launch.applies(q, k, v, program)
 
 
 def forward(

@@ -178,11 +178,12 @@ def describable(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[int, 
     return tuple(
         i
         for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True))
-        if "k" in given.axes and given.dtype in DESCRIBED and by_tma(_unexpanded(tensor))
+        if "k" in given.axes and given.dtype in DESCRIBED and by_tma(unexpanded(tensor))
     )
 
 
-def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Of size 1 where it is expanded."""
     for dim in range(4):
         if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -211,7 +212,7 @@ def score_values(
     for i, (given, tensor) in enumerate(zip(program.inputs, inputs, strict=True)):
         if i in described:
             block = [1, 1, blocks[0] if "q" in given.axes else 1, blocks[1]]
-            values[f"x{i}_desc"] = _descriptor(_unexpanded(tensor), block)
+            values[f"x{i}_desc"] = _descriptor(unexpanded(tensor), block)
             continue
         values[f"x{i}_ptr"] = tensor
         for axis in given.axes:

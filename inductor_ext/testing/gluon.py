@@ -51,6 +51,9 @@ def _type(value: Any, at: tuple[int, ...], constants: Any, attributes: Any) -> A
     if isinstance(value, torch.Tensor):
         attributes[at] = [["tt.divisibility", 16]]
         return _POINTERS[value.dtype]
+    if value is None:
+        constants[at] = None
+        return "constexpr"
     if isinstance(value, float):
         return "fp32"
     if isinstance(value, int):

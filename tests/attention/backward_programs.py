@@ -69,6 +69,7 @@ def _bias(axes, **spans):
         score=f"r = (s * 0.25 + x0) * {LOG2E!r}",
         gradient="ds = g * 0.25\nd0 = g",
         differentiable=(0,),
+        slope=0.25,
         **spans,
     )
 
@@ -127,6 +128,17 @@ SCORES = {
     "head bias": _bias("h"),
     "learned bias": _bias("hqk", keep="keep = q >= k", **CAUSAL),
     "full bias": _bias("bhqk"),
+    "bias of a batch": _bias("bqk"),
+    "documents and a bias": Score(
+        Program(
+            (Input(torch.int32, "bq"), Input(torch.int32, "bk"), Input(torch.float32, "hqk")),
+            documents=(0, 1), differentiable=(2,), score=f"r = (s * 0.25 + x2) * {LOG2E!r}",
+            gradient="ds = g * 0.25\nd2 = g", keep="keep = (x0 == x1) & (q >= k)", **CAUSAL,
+        ),
+        lambda s, b, h, q, k, x, *_: (s * 0.25 + x[2]).masked_fill(
+            (x[0] != x[1]) | (q < k), -torch.inf),
+        (("bq", torch.int32, False), ("bk", torch.int32, False), ("hqk", torch.float32, True)),
+    ),
     "one bias": _bias("qk"),
     "slopes": Score(
         Program(

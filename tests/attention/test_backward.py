@@ -93,6 +93,23 @@ def test_groups_and_batches(name):
     judge(score, *more[:4], torch.zeros_like(more[4]), dlse, **ONE_LOOP)
 
 
+@pytest.mark.parametrize(
+    ("name", "matrices"),
+    [("learned bias", 1), ("learned bias", 6), ("bias of a batch", 4), ("one bias", 3),
+     ("full bias", 5)],
+)  # fmt: skip
+def test_pairs_come_in_parts(name, matrices, monkeypatch):
+    """Gradients for pairs of so many matrices are in memory at a time, in whatever order."""
+    monkeypatch.setattr(launch, "PAIR_BYTES", matrices * 128 * 128 * 4)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # memory is NaN before
+    try:
+        score = SCORES[name]
+        judge(score, *draw(score, 20, 30, batch=3, heads=2, kv_heads=1), **ONE_LOOP)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_fp16_and_large_scores():
     score = SCORES["causal"]
     q, *rest = draw(score, 70, 70, dtype=FP16)

@@ -45,7 +45,7 @@ def binaries(name, head, value, group=1, dtype=BF16, aligned=True):
     ("name", "head", "value"),
     [("causal", 128, 128), ("causal", 64, 64), ("window", 128, 128), ("scale", 128, 128),
      ("causal slot bias", 128, 128), ("documents", 128, 128), ("softcap", 64, 64),
-     ("learned bias", 64, 64), ("causal", 96, 96), ("causal", 192, 128),
+     ("learned bias", 128, 128), ("causal", 96, 96), ("causal", 192, 128),
      ("causal", 256, 256)],
 )  # fmt: skip
 def test_default_tilings(name, head, value):

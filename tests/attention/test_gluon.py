@@ -39,7 +39,8 @@ def emulated(q, k, v, program, tile, inputs=(), numbers=(), programs=2, delay=0.
         _, grid, arguments = launch.launch(
             q, k, v, inputs, numbers, program, out, lse, tile, programs
         )
-    interpret(lambda: launch.define(program).attention_gluon, grid[0], arguments, delay)
+    copied = launch.staged(program, inputs)
+    interpret(lambda: launch.define(program, copied).attention_gluon, grid[0], arguments, delay)
     return out, lse
 
 
@@ -133,10 +134,10 @@ def test_huge_scores():
 def _binary(program, d, tile=None, dtype=BF16, inputs=(), numbers=()):
     q, k, v = (torch.empty(2, 4, 1000, d, dtype=dtype, device="meta") for _ in range(3))
     lse = torch.empty(2, 4, 1000, device="meta")
+    tile = tile or launch.default_tile(program, d, launch.staged(program, inputs))
     kernel, _, arguments = launch.launch(
-        q, k, v, inputs, numbers, program, torch.empty_like(q), lse,
-        tile or launch.default_tile(program, d), 132,
-    )  # fmt: skip
+        q, k, v, inputs, numbers, program, torch.empty_like(q), lse, tile, 132
+    )
     return gluon_binary(kernel, arguments)
 
 
@@ -175,16 +176,48 @@ def _exponentials_beside_products(sass):
     return found
 
 
+SLOTS = Program(inputs=(Input(torch.float32, "bhk"),), score="r = s * 0.1 + x0 * 1.4")
+PAIRS = Program(inputs=(Input(BF16, "hqk"),), score="r = s * 0.1 + x0.to(tl.float32) * 1.4")
+
+
 @pytest.mark.skipif(not launch.available(), reason="another Triton")
-def test_machine_code_of_inputs():
-    program = Program(
-        inputs=(Input(torch.float32, "bhk"),),
-        score="r = s * 0.1 + x0 * 1.4426950408889634",
-    )
-    slots = torch.empty(2, 4, 1, 1000, device="meta")
-    binary, sass = _binary(program, 128, inputs=[slots])
-    assert binary.spills == 0
+@pytest.mark.parametrize(
+    ("program", "shape", "dtype"),
+    [(SLOTS, (2, 4, 1, 1000), torch.float32), (PAIRS, (1, 4, 1000, 1000), BF16)],
+    ids=["per key", "per pair"],
+)
+def test_machine_code_of_inputs(program, shape, dtype):
+    binary, sass = _binary(program, 128, inputs=[torch.empty(shape, dtype=dtype, device="meta")])
+    assert binary.spills <= 16  # a few scalars, outside of the loop over whole blocks
+    assert binary.shared_bytes <= 232448
+    assert "ld.global" not in binary.ptx  # the copies are the producer's
     assert sass.count("gsb0, 0x") == binary.ptx.count("wgmma.commit_group")
+
+
+def test_what_is_copied_beside_keys():
+    """Whatever a tensor map describes, matrices first, two at most; else it is loaded."""
+    axes = {"k": (1, 1, 1, 48), "bq": (2, 1, 40, 1), "hqk": (1, 2, 40, 48), "bhk": (2, 2, 1, 48)}
+    inputs = [torch.randn(size) for size in axes.values()]
+    program = Program(
+        inputs=tuple(Input(torch.float32, a) for a in axes),
+        score="r = s * 0.2 + x0 + x1 + x2 + x3",
+    )
+    text = (
+        "v0 = mul.Tensor(s, 0.2); v1 = add.Tensor(v0, x0); v2 = add.Tensor(v1, x1); "
+        "v3 = add.Tensor(v2, x2); v4 = add.Tensor(v3, x3); v5 = mul.Tensor(v4, 0.6931471805599453);"
+        " v5"
+    )
+    assert launch.staged(program, inputs) == (2, 0)
+    narrow = [*inputs[:2], inputs[2][..., :45], inputs[3]]  # 48 numbers from row to row
+    assert launch.staged(program, narrow) == (2, 0)
+    odd = [inputs[0], inputs[1], torch.randn(1, 2, 40, 45), inputs[3]]
+    assert launch.staged(program, odd) == (0, 3)
+    for given in (inputs, odd):
+        columns = given[2].shape[3]
+        some = [given[0][..., :columns], given[1], given[2], given[3][..., :columns]]
+        q, k, v = draw(2, 2, 1, 40, columns, 64, 64)
+        for tile in (launch.default_tile(program, 64, launch.staged(program, some)), Tile()):
+            judge(emulated(q, k, v, program, tile, some), text, q, k, v, some)
 
 
 def test_compiles_with_this_triton():

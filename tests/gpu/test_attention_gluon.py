@@ -114,6 +114,20 @@ def test_bias_per_slot(sizes, poison):
     judge(q, k, v, found, text, poison, [slots])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((2, 3, 610, 776), BF16), ((1, 2, 257, 392), torch.float32), ((4, 16, 1024, 1024), BF16)],
+)
+def test_bias_per_pair(sizes, dtype, poison):
+    batch, heads, rows, columns = sizes
+    bias = torch.randn(1, heads, rows, columns, device="cuda", dtype=dtype)
+    text = write(lambda s, b, h, q, k, *rest: s * 0.1 + rest[3][0], [bias], [])
+    found = program(text, (Input(dtype, "hqk"),), 0, "zero")
+    assert launch.staged(found, [bias]) == (0,)
+    q, k, v = draw(batch, heads, heads, rows, columns, 128, 128, BF16)
+    judge(q, k, v, found, text, poison, [bias])
+
+
 def test_rows_that_keep_nothing(poison):
     q, k, v = draw(1, 2, 2, 300, 130, 64, 64, BF16)
     text = write(
