@@ -159,6 +159,11 @@ class Plan:
 
         return hashlib.sha256(plan_file.dump(self).encode()).hexdigest()
 
+    @functools.cached_property
+    def problems(self) -> frozenset[tuple[str, str]]:
+        """(lowering, operation) of every entry."""
+        return frozenset((entry.key.lowering, entry.key.op) for entry in self.entries)
+
     def find(self, key: Key, dims: Mapping[str, int]) -> Box | None:
         """The box for a problem at these values of its ranged sizes.
 

@@ -240,6 +240,9 @@ class _Reader:
                     raise self.error(here, f"the range {box} overlaps {other} of line {line}")
             boxes.append(box)
         lowering, op, dtype, layout = (value[name] for name in texts)
+        for i, box in enumerate(boxes):
+            if why := _launch_fault(lowering, op, box.choice):
+                raise self.error((*where, "ranges", i, "choice"), why)
         key = Key.of(lowering, op, dtype, layout, sizes)
         return Entry(key, tuple(boxes), value["measured"], memory)
 
@@ -280,6 +283,12 @@ def _is_time(text: str) -> bool:
     except ValueError:
         return False
     return text.endswith("Z")
+
+
+def _launch_fault(lowering: str, op: str, choice: str) -> str:
+    from . import planned_launches
+
+    return planned_launches.fault(lowering, op, choice)
 
 
 def _known_lowering(name: str) -> bool:

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from . import attention_documents
 from .attention_program import LOG2E, Program
+from .tilings import tunable
 
 # Versions of Triton whose Gluon compiles the kernel and on which it was checked on a card.
 VERSIONS = ("3.6.",)
@@ -52,6 +53,10 @@ class Tile:
         return (232, 40) if self.warps * self.consumers <= 8 else (160, 32)
 
 
+@tunable(
+    "attention", "forward_gluon", "rows columns heads",
+    scaled="keys section_bytes", warps="", stepped="stages", flipped="pingpong",
+)  # fmt: skip
 def default_tile(program: Program, d: int) -> Tile:
     """The tile for a program and a head dimension of 64 or 128."""
     # Registers: what a score reads along the keys stands beside the scores.
@@ -330,7 +335,10 @@ def forward(
     out = _like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tile = tile or default_tile(program, max(q.shape[3], v.shape[3]))
+    tile = tile or default_tile(
+        program, max(q.shape[3], v.shape[3]),
+        rows=q.shape[2], columns=k.shape[2], heads=q.shape[0] * q.shape[1],
+    )  # fmt: skip
     kernel, grid, arguments = launch(q, k, v, inputs, numbers, program, out, lse, tile, count)
     kernel[grid](**arguments)
     return out, lse

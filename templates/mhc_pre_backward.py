@@ -25,6 +25,7 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from .mhc_sinkhorn_backward import block_of, held_rounds, sinkhorn_slope
+from .tilings import tunable
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -334,6 +335,7 @@ class Tile:
 _PROGRAMS = 1584  # four turns of three on each multiprocessor of an H200
 
 
+@tunable("mhc_pre", "backward", "tokens", scaled="tokens columns ranges", stepped="ahead")
 def tile(n: int, hidden: Any, dtype: torch.dtype) -> Tile:
     """The tile for residuals of n streams of ``hidden`` columns."""
     columns = 32 if n == 8 else 64
@@ -459,7 +461,7 @@ def backward(
     draw, coefficients, sums = slopes(
         x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult
     )
-    chosen = chosen or tile(n, hidden, x.dtype)
+    chosen = chosen or tile(n, hidden, x.dtype, tokens=tokens)
     ranges, length = ranges_of(tokens, chosen.ranges, chosen.tokens)
     dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
     parts = torch.empty((ranges, m, n * hidden), dtype=torch.float32, device=x.device)

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from .dependent import in_turn, launched
+from .tilings import tunable
 
 FEW = 1024  # tokens
 
@@ -215,6 +216,10 @@ def splits(hidden: Any, x: torch.dtype, groups: int, log: int) -> int:
     return triton.cdiv(triton.cdiv(blocks, triton.cdiv(blocks, groups)), 1 << log)
 
 
+@tunable(
+    "mhc_pre", "projection", "tokens hidden",
+    scaled="BM", warps="num_warps", stepped="num_stages LOG", flipped="BEFORE",
+)  # fmt: skip
 def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
     """BM tokens, 64 per four warps, and 2^LOG of GROUPS groups per program, LOG up to 3; whether
     W is cut into its parts BEFORE, once. Only GROUPS changes bits.
@@ -266,7 +271,7 @@ def partials(
 ) -> torch.Tensor:
     """P [S, T, columns] in fp32 of x [T, n, H], last dimension dense, and w."""
     tokens, n, hidden = x.shape
-    chosen = dict(chosen or tiling(tokens, n, x.dtype))
+    chosen = dict(chosen or tiling(tokens, n, x.dtype, hidden=hidden))
     w, how = weights(x.dtype, w, precision, chosen.pop("BEFORE"))
     s = splits(hidden, x.dtype, chosen["GROUPS"], chosen["LOG"])
     p = torch.empty((s, tokens, how["C"]), dtype=torch.float32, device=x.device)

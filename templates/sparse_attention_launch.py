@@ -13,6 +13,7 @@ from torch.library import wrap_triton
 from .attention_program import LOG2E
 from .dependent import launched
 from .sparse_attention import gather_kernel, merge_kernel
+from .tilings import tunable
 
 LARGEST = 512  # numbers of a value
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,6 +43,7 @@ def fits(q: torch.Tensor, dv: int) -> bool:
     return sizes and q.dtype in _DTYPES and q.shape[-1] * q.itemsize <= 1152
 
 
+@tunable("attention", "sparse", "lines topk", scaled="block heads", stepped="stages")
 def tiling(dtype: torch.dtype, dim: int, heads: int) -> Tiling:
     """The tile for entries like these."""
     wide = 16 if heads <= 16 else 32
@@ -78,7 +80,7 @@ def attend(
     if not lse.numel():
         return out, lse
     q, kv, indices = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, kv, indices))
-    chosen = chosen or tiling(q.dtype, dim, heads)
+    chosen = chosen or tiling(q.dtype, dim, heads, lines=batch * tokens, topk=topk)
     lines, of_heads = batch * tokens, triton.cdiv(heads, chosen.heads)
     splits = chosen.splits or _splits(lines * of_heads, topk, chosen.block, q.device)
     part = triton.cdiv(triton.cdiv(topk, splits), chosen.block) * chosen.block
