@@ -122,12 +122,14 @@ def tune(
                 f"expected dims that are dynamic in the graph, and {names} is specialised there "
                 '(TORCH_LOGS="+dynamic" says where)'
             )
-        if _card is None:
-            tuner.launches(original, args, marks)
+        if tuner.program is not None:
+            tuner.launches(args, marks)
+        torch._dynamo.reset()
     for d in found:
         if d.label not in tuner.reached:
             raise ValueError(
-                f"expected dims that are dynamic in the graph, and no site or launch depends on {d}"
+                "expected dims that are dynamic in the graph, and "
+                f"no site depends on {d}, nor a launch"
             )
     log.info("tune: %s", tally)
     settings = ", ".join(f"{d.argument}.{d.dim}={d.lo}..{d.hi}" for d in found)
@@ -254,7 +256,7 @@ def _run(tuner: _Tuner, fn: Any, args: Sequence[Any], marks: Marks, card: str | 
         guards.addFilter(mute)
         stack.callback(guards.removeFilter, mute)
         try:
-            _compile(fn, args, marks, card)
+            tuner.program = _compile(fn, args, marks, card)
         except Exception as error:
             if tuner.error is None and compat.is_constraint_violation(error):
                 return False
@@ -267,24 +269,22 @@ def _run(tuner: _Tuner, fn: Any, args: Sequence[Any], marks: Marks, card: str | 
     return True
 
 
-def _compile(fn: Any, args: Sequence[Any], marks: Marks, card: str | None) -> None:
-    # Aliases, because marks stay on a tensor object.
-    aliases = [
-        a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
-        for a in args
-    ]
+def _compile(fn: Any, args: Sequence[Any], marks: Marks, card: str | None) -> Any:
+    """The compiled program, if it launches what can be tuned; else None."""
+    aliases = resized(args, {})  # because marks stay on a tensor object
     if card is not None:
         from .testing import compile_for
 
         compile_for(card, fn, *aliases, dynamic=marks)
-        return
+        return None
     for position, bounds in marks.items():
         for dim, (lo, hi) in bounds.items():
             torch._dynamo.mark_dynamic(aliases[position], dim, min=lo, max=hi)
     torch._dynamo.reset()
+    program = torch.compile(fn)
     with compat.without_caches():
-        torch.compile(fn)(*aliases)
-    torch._dynamo.reset()
+        launches = tuning_launches.recorded(lambda: called(program, aliases))
+    return program if launches else None
 
 
 # --- measuring a site -----------------------------------------------------------------------------
@@ -310,6 +310,7 @@ class _Tuner:
         self._timer, self._tick, self.tally = timer, tick, tally
         self.entries: dict[Any, Entry] = {}
         self.reached: set[str] = set()
+        self.program: Any = None
         self.error: Exception | None = None
         self.card = compat.card_name() or ""
 
@@ -360,17 +361,11 @@ class _Tuner:
         if boxes:
             self.entries[name] = Entry(problem.key, tuple(boxes), _now(), memory)
 
-    def launches(self, fn: Any, args: Sequence[Any], marks: Marks) -> None:
+    def launches(self, args: Sequence[Any], marks: Marks) -> None:
         """Tune what the operations of the program launch, along one dimension after another."""
-        torch._dynamo.reset()
-        program = torch.compile(fn)
-        first = resized(args, {})
-        for position, bounds in marks.items():
-            for dim, (lo, hi) in bounds.items():
-                torch._dynamo.mark_dynamic(first[position], dim, min=lo, max=hi)
+        program = self.program
         with compat.without_caches(), report.muted():
-            traced = self._launches(lambda _: called(program, first), 1, 1)
-            for d in self._dims if traced.any() else ():
+            for d in self._dims:
                 others = {(o.position, o.dim) for o in self._dims if o is not d}
                 follow = followers((d.position, d.dim), args, marks) - others
                 along = self._launches(
@@ -385,7 +380,6 @@ class _Tuner:
                 for key, boxes in found.items():
                     name = (key, tuple(n for n, _ in boxes[0].bounds))
                     self.entries.setdefault(name, Entry(key, boxes, _now(), along.memory))
-        torch._dynamo.reset()
 
     def _launches(self, run: Any, lo: int, hi: int) -> tuning_launches.Launches:
         return tuning_launches.Launches(run, lo, hi, self._timer, self._timed, self._max_memory)

@@ -164,6 +164,14 @@ def _same(candidate: Any, expected: Any) -> str:
     return ""
 
 
+def recorded(run: Callable[[], None]) -> bool:
+    """Whether ``run`` launches anything that can be tuned."""
+    recorder = _Recorder(keep=False)
+    with planned_launches.watched(recorder):
+        run()
+    return bool(recorder.found)
+
+
 Run = Callable[[int], None]  # the program at a value of the dimension
 Count = Callable[[str, int, Sequence[str], Mapping[str, float]], None]
 
@@ -244,10 +252,6 @@ class Launches:
         del expected
         results = measure.compare(right, leaves, repeats=_ROUNDS)
         return {n: t.us for n, t in results.items() if isinstance(t, measure.Timing)}
-
-    def any(self) -> bool:
-        """Whether the program launches anything that can be tuned."""
-        return bool(self._recorded(self._lo, keep=False))
 
     def boxes(self, max_ranges: int) -> dict[Key, tuple[Box, ...]]:
         """What was found, by problem."""
