@@ -109,7 +109,7 @@ class Tunable:
                 dtypes.append(str(fact).removeprefix("torch."))
             elif isinstance(fact, bool):
                 words += [name] if fact else []
-            elif isinstance(fact, int):
+            elif isinstance(fact, (int, torch.SymInt)):
                 sizes[name] = fact
             elif not isinstance(fact, torch.device):  # a plan is one card's
                 words.append(_word(fact))
