@@ -135,22 +135,26 @@ class Tunable:
 _STEPS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "scaled": lambda n: (n // 2, 2 * n) if n > 1 else (2,) if n else (),
     "warps": lambda n: tuple(m for m in (n // 2, 2 * n) if 1 <= m <= 16),
-    "stepped": lambda n: (n - 1, n + 1) if n > 1 else (n + 1,),
+    "stages": lambda n: (n - 1, n + 1) if n > 1 else (),
+    "counted": lambda n: (n - 1, n + 1) if n else (1,),
     "flipped": lambda flag: (not flag,),
 }
 
 
 def tunable(
     lowering: str, op: str, sizes: str = "", *, scaled: str = "", warps: str = "warps",
-    stepped: str = "", flipped: str = "",
+    stages: str = "", counted: str = "", flipped: str = "",
 ) -> Callable[..., Tunable]:  # fmt: skip
     """Let plans overrule a rule.
 
     ``op`` names the launch among those of its lowering, ``sizes`` what tells problems apart besides
     the rule's own arguments (numbers, or words). The fields of a tiling by which a neighbour
-    differs: ``scaled`` and ``warps`` by a factor of 2, ``stepped`` by 1, ``flipped`` are flags.
+    differs: ``scaled`` and ``warps`` by a factor of 2, ``stages`` and ``counted`` by 1, ``flipped``
+    are flags. Where a rule says one stage it may have to be one: that is never raised.
     """
-    kinds = {"scaled": scaled, "warps": warps, "stepped": stepped, "flipped": flipped}
+    kinds = {
+        "scaled": scaled, "warps": warps, "stages": stages, "counted": counted, "flipped": flipped
+    }  # fmt: skip
     fields = {field: how for how, names in kinds.items() for field in names.split()}
 
     def wrap(rule: Callable[..., Any]) -> Tunable:
