@@ -47,7 +47,7 @@ class Tiling:
     apart: bool = False
 
 
-_FIELDS = {"scaled": "block_m block_n near", "stepped": "stages", "flipped": "merged"}
+_FIELDS = {"scaled": "block_m block_n near", "stages": "stages", "flipped": "merged"}
 
 
 def _width(dim: int) -> int:

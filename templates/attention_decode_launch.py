@@ -42,7 +42,7 @@ def fits(q: torch.Tensor, k: torch.Tensor, paged: bool = False) -> bool:
 
 @tunable(
     "attention", "decode", "lines keys of",
-    scaled="block least", stepped="stages per_sm", flipped="keys_first",
+    scaled="block least", stages="stages", counted="per_sm", flipped="keys_first",
 )  # fmt: skip
 def tiling(dtype: torch.dtype, dim: int, value_dim: int, rows: int, few: bool = False) -> Tiling:
     """The tile for heads like these and ``rows`` of a KV head; ``few``: no more KV heads than

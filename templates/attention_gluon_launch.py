@@ -55,7 +55,7 @@ class Tile:
 
 @tunable(
     "attention", "forward_gluon", "rows columns heads",
-    scaled="keys section_bytes", warps="", stepped="stages", flipped="pingpong",
+    scaled="keys section_bytes", warps="", stages="stages", flipped="pingpong",
 )  # fmt: skip
 def default_tile(program: Program, d: int) -> Tile:
     """The tile for a program and a head dimension of 64 or 128."""

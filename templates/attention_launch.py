@@ -37,7 +37,7 @@ class Tiling:
 
 @tunable(
     "attention", "forward", "rows columns heads",
-    scaled="block_m block_n near", stepped="stages", flipped="merged",
+    scaled="block_m block_n near", stages="stages", flipped="merged",
 )  # fmt: skip
 def tiling(program: Program, dtype: torch.dtype, d: int, dv: int, tma: bool = True) -> Tiling:
     """What is launched for heads of d and dv numbers; ``tma``: whether descriptors describe q, k
@@ -155,7 +155,7 @@ def forward(
     return out, lse
 
 
-@tunable("attention", "columns", "rows keys heads", scaled="block_m block_n", stepped="stages")
+@tunable("attention", "columns", "rows keys heads", scaled="block_m block_n", stages="stages")
 def columns_tiling(dtype: torch.dtype, d: int) -> Tiling:
     """What is launched for column sums of heads of d numbers; block_m rows meet block_n keys."""
     if dtype == torch.float32:

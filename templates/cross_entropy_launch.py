@@ -55,7 +55,7 @@ class Loss:
     mean: bool = False
 
 
-@tunable("cross_entropy", "fused", "columns rows of", scaled="r", stepped="stages held")
+@tunable("cross_entropy", "fused", "columns rows of", scaled="r", counted="held")
 def fused_tile(columns: Any, itemsize: int, capped: bool = False, smooth: bool = False) -> Tile:
     """The tile for loss and gradient in one program per row.
 
@@ -81,7 +81,7 @@ def fused_tile(columns: Any, itemsize: int, capped: bool = False, smooth: bool =
     return Tile(4, 8, 0, 1)
 
 
-@tunable("cross_entropy", "read", "columns rows of", scaled="r", stepped="stages")
+@tunable("cross_entropy", "read", "columns rows of", scaled="r")
 def read_tile(columns: Any, itemsize: int) -> Tile:
     """The tile for the statistics alone."""
     if isinstance(columns, int):
@@ -91,7 +91,7 @@ def read_tile(columns: Any, itemsize: int) -> Tile:
     return Tile(4, 8, 0, 1)
 
 
-@tunable("cross_entropy", "gradient", "columns rows of", scaled="r", stepped="stages")
+@tunable("cross_entropy", "gradient", "columns rows of", scaled="r")
 def gradient_tile(columns: Any, itemsize: int) -> Tile:
     """The tile for the gradient from saved statistics."""
     if isinstance(columns, int) and columns <= 4 * 32 * (16 // itemsize):

@@ -47,7 +47,7 @@ def _roomy(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 227 << 10
 
 
-_FIELDS = {"scaled": "block_v", "stepped": "stages"}
+_FIELDS = {"scaled": "block_v", "stages": "stages"}
 
 
 @tunable("linear_attention", "forward", "dv tokens heads", **_FIELDS)

@@ -335,7 +335,7 @@ class Tile:
 _PROGRAMS = 1584  # four turns of three on each multiprocessor of an H200
 
 
-@tunable("mhc_pre", "backward", "tokens", scaled="tokens columns ranges", stepped="ahead")
+@tunable("mhc_pre", "backward", "tokens", scaled="tokens columns ranges")
 def tile(n: int, hidden: Any, dtype: torch.dtype) -> Tile:
     """The tile for residuals of n streams of ``hidden`` columns."""
     columns = 32 if n == 8 else 64

@@ -218,7 +218,7 @@ def splits(hidden: Any, x: torch.dtype, groups: int, log: int) -> int:
 
 @tunable(
     "mhc_pre", "projection", "tokens hidden",
-    scaled="BM", warps="num_warps", stepped="num_stages LOG", flipped="BEFORE",
+    scaled="BM", warps="num_warps", stages="num_stages", counted="LOG", flipped="BEFORE",
 )  # fmt: skip
 def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
     """BM tokens, 64 per four warps, and 2^LOG of GROUPS groups per program, LOG up to 3; whether

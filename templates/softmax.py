@@ -208,7 +208,7 @@ class Tile:
     stages: int
 
 
-@tunable("softmax", "rows", "columns rows", scaled="r", stepped="held stages")
+@tunable("softmax", "rows", "columns rows", scaled="r", counted="held")
 def tile(columns: Any, itemsize: int, tensors: int, swept: int) -> Tile:
     """The tile for rows of ``tensors`` that are read, ``swept`` of them by both sweeps.
 

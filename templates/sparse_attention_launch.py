@@ -43,7 +43,7 @@ def fits(q: torch.Tensor, dv: int) -> bool:
     return sizes and q.dtype in _DTYPES and q.shape[-1] * q.itemsize <= 1152
 
 
-@tunable("attention", "sparse", "lines topk", scaled="block heads", stepped="stages")
+@tunable("attention", "sparse", "lines topk", scaled="block heads", stages="stages")
 def tiling(dtype: torch.dtype, dim: int, heads: int) -> Tiling:
     """The tile for entries like these."""
     wide = 16 if heads <= 16 else 32
