@@ -70,3 +70,12 @@ class Program:
     differentiable: tuple[int, ...] = ()
     empty: str = "zero"
     slope: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """In a few words, for an entry of a plan."""
+        words = ["scored" if self.scale is None else "scaled"]
+        words += ["masked"] if self.keep else []
+        words += ["documents"] if self.documents else []
+        words += [given.axes or "number" for given in self.inputs]
+        return "-".join(words)

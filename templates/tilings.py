@@ -118,7 +118,7 @@ class Tunable:
                 words.append(given[name])
             elif name in given:
                 sizes[name] = given[name]
-        return ",".join(dtypes) or "any", ", ".join(words) or "any", sizes
+        return ",".join(dtypes) or "any", ",".join(words) or "any", sizes
 
     def fault(self, name: str) -> str:
         """Why no tiling can have such a name, as far as that can be told without a problem."""
@@ -190,4 +190,4 @@ def _word(fact: Any) -> str:
     if isinstance(fact, str):
         return fact
     digest = hashlib.sha256(repr(fact).encode()).hexdigest()[:8]
-    return f"{getattr(fact, 'kind', type(fact).__name__)} {digest}"
+    return f"{getattr(fact, 'kind', type(fact).__name__)}-{digest}"
