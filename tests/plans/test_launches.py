@@ -52,7 +52,7 @@ def _(x):
 
 @doubled.register_autograd
 def _(ctx, g):
-    return run(g.expand(7, -1) if g.shape[0] == 7 else g, 2)
+    return doubled(g[:, :4]).repeat(1, 2)  # a problem of its own
 
 
 @traced_op("inductor_ext_test::tripled")
@@ -124,21 +124,13 @@ def test_ranges_of_a_launch(op):
 
 
 def test_a_backward_is_tuned_where_an_argument_has_a_gradient():
-    asked = []
-
-    def timer(key, sizes, names):
-        asked.append(dict(sizes))
-        return dict.fromkeys(names, 1.0)
-
     def fn(x):
-        return doubled(x)[:, :4]
+        return doubled(x)
 
-    tune(fn, torch.randn(16, 8), timer=timer)
-    forward = len(asked)
-    tune(fn, torch.randn(16, 8, requires_grad=True), timer=timer)
-    # Both directions are one problem here, which is measured once.
-    assert len(asked) == 2 * forward
-    assert len(launched) > 3 * forward // 2
+    forward = tune(fn, torch.randn(16, 8))
+    both = tune(fn, torch.randn(16, 8, requires_grad=True))
+    columns = [[dict(e.key.sizes)["columns"] for e in p.entries] for p in (forward, both)]
+    assert columns == [[8], [8, 4]]
 
 
 def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch):
@@ -152,7 +144,7 @@ def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch):
     monkeypatch.setattr(inductor_ext.measure, "require_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
     with pytest.raises(ValueError, match=r"no site depends on 'x\.0', nor"):  # none timed
-        tune(doubled, torch.randn(16, 8), timer=None)
+        tune(lambda x: doubled(x), torch.randn(16, 8), timer=None)
     right = {HEURISTIC, BEST, "block=64,warps=2,fast=0", "block=64,warps=8,fast=0"}
     assert compared and all(names == right for names in compared)
 
@@ -186,7 +178,7 @@ def test_a_plan_is_part_of_the_cache_key(plan):
 def test_an_unknown_candidate_is_refused_with_its_line(plan, tmp_path, capsys):
     path = tmp_path / "plan.json"
     for name, why in (
-        ("block=128;warps=4", "is no tiling"),
+        ("block=128,warps", "is no tiling"),
         ("block=128,warps=4", "it names no fast"),
         ("fastest", "is no tiling"),
     ):
