@@ -51,10 +51,8 @@ def _softmax() -> Program:
 def _scan(*size: int, dim: int, along: int, hi: int) -> Program:
     import torch
 
-    import inductor_ext
-
     def fn(x: Any) -> Any:
-        return inductor_ext.ops.scan(x, "sum", dim)
+        return torch.cumsum(x, dim)
 
     return fn, (torch.randn(*size, device=DEVICE),), {f"x.{along}": (size[along], hi)}
 
