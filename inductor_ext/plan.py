@@ -28,6 +28,9 @@ class Key:
     ``lowering`` is a registered name, ``op`` the operation ("mm"), ``dtype`` that of the operands
     (and "->" that of the result where it differs), ``layout`` one word per operand ("row",
     "column", "other"), comma between, ``sizes`` the static sizes by name.
+
+    Of what an operation launches (``templates.tilings``) ``op`` is the launch, ``layout`` what else
+    its rule looks at; choices are tilings, or "heuristic" where the rule's own is the fastest.
     """
 
     lowering: str

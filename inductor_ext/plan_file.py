@@ -10,7 +10,9 @@
      "max_memory_bytes": 1073741824, "ranges": [
       {"m": [1, 8], "choice": "stock", "times_us": {"4": {"stock": 5.6}}},
       {"m": [9, null], "choice": "stock"}
-    ]}
+    ]},
+    {"lowering": "softmax", "op": "rows", "dtype": "any", "layout": "any", ...
+      {"rows": [16, 8192], "choice": "r=4,warps=16,held=0,stages=1"}      of a launch: a tiling
   ]
 }
 """
