@@ -9,8 +9,8 @@ L2, and a candidate whose result is not that of the rule's tiling has no say.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ from .templates.tilings import HEURISTIC, Tunable
 
 log = logging.getLogger("inductor_ext")
 
-_COARSE = 6  # sizes at which all candidates are timed
-_MOST = 14  # sizes at which those are timed that won somewhere
-_ROUNDS = 5
+_COARSE = 5  # sizes at which all candidates are timed
+_MOST = 12  # sizes at which those are timed that won somewhere
+_KEPT = 3  # of them
+_ROUNDS = 7
 _MARGIN = choosing.Measure().threshold - 1
 _SLACK = {torch.float32: 1e-5, torch.float64: 1e-12}  # relative norm; narrower: an ulp of the peak
 
@@ -172,6 +173,27 @@ def recorded(run: Callable[[], None]) -> bool:
     return bool(recorder.found)
 
 
+def _never_behind(found: Sequence[ranges.MeasuredRange]) -> list[ranges.MeasuredRange]:
+    """The ranges, with the rule's tiling around sizes where a choice was measured behind it."""
+    starts: list[int] = []
+    choices: list[str] = []
+    times: list[dict[int, Mapping[str, float]]] = []
+    for r in found:
+        start = r.lo
+        for size in sorted(r.times):
+            us = r.times[size]
+            behind = us[HEURISTIC] < us.get(r.choice, math.inf)
+            choice = HEURISTIC if behind else r.choice
+            if choice != HEURISTIC and size > r.lo and choices[-1] == HEURISTIC:
+                start = max(start, size)  # what lies between is not known to be better
+            if not choices or choices[-1] != choice:
+                starts, choices, times = [*starts, start], [*choices, choice], [*times, {}]
+            times[-1][size] = us
+            start = size + 1
+    ends = [*(start - 1 for start in starts[1:]), found[-1].hi]
+    return [ranges.MeasuredRange(*r) for r in zip(starts, ends, choices, times, strict=True)]
+
+
 Run = Callable[[int], None]  # the program at a value of the dimension
 Count = Callable[[str, int, Sequence[str], Mapping[str, float]], None]
 
@@ -186,6 +208,7 @@ class Launches:
         self._timer, self._count, self._max_memory = timer, count, max_memory
         self._last: tuple[int, dict[Site, Any]] | None = None
         self._sizes: dict[int, dict[Site, dict[str, int]]] = {}
+        self._failed: set[tuple[Site, str]] = set()
         self.memory = 0
 
     def _at(self, size: int) -> dict[Site, tuple[_Call, _Met, dict[str, int]]]:
@@ -216,19 +239,23 @@ class Launches:
         every = met.launch.candidates(met.facts, met.given)
         ruled, *others = every
         names = [n for n in others if among is None or n in among]
+        names = [n for n in names if (site, n) not in self._failed]
         key = Key.of(site.lowering, site.op, site.dtype, site.kind, {})
         if self._timer is not None:
             times = dict(self._timer(key, sizes, [HEURISTIC, *names]))
         else:
-            times = self._measured(
-                call, met, {HEURISTIC: every[ruled]} | {n: every[n] for n in names}
-            )
-        if among is not None and ruled in among and HEURISTIC in times:
+            tilings = {HEURISTIC: every[ruled]} | {n: every[n] for n in names}
+            times, failed = self._measured(call, met, tilings)
+            self._failed.update((site, name) for name in failed)
+        if HEURISTIC in times:
             times[ruled] = times[HEURISTIC]
         self._count(f"{site.lowering} {site.op}", size, [HEURISTIC, *names], times)
         return times
 
-    def _measured(self, call: _Call, met: _Met, tilings: Mapping[str, Any]) -> dict[str, float]:
+    def _measured(
+        self, call: _Call, met: _Met, tilings: Mapping[str, Any]
+    ) -> tuple[dict[str, float], list[str]]:
+        """us by candidate, and the candidates that can't be launched or are wrong."""
         need = 4 * call.bytes  # of several sets of arguments, and of results
         if need > self._max_memory:
             raise MemoryError(
@@ -251,7 +278,8 @@ class Launches:
                 right[name] = run
         del expected
         results = measure.compare(right, leaves, repeats=_ROUNDS)
-        return {n: t.us for n, t in results.items() if isinstance(t, measure.Timing)}
+        times = {n: t.us for n, t in results.items() if isinstance(t, measure.Timing)}
+        return times, [name for name in tilings if name not in right]
 
     def boxes(self, max_ranges: int) -> dict[Key, tuple[Box, ...]]:
         """What was found, by problem."""
@@ -278,26 +306,28 @@ class Launches:
         sizes = sorted(size for size, times in swept.items() if HEURISTIC in times)
         if not sizes:
             return None
-        won = {
-            name
-            for size in sizes
-            for name, us in swept[size].items()
-            if us * (1 + _MARGIN) < swept[size][HEURISTIC]
-        }
+        gains: dict[str, float] = {}
+        for size in sizes:
+            for name, us in swept[size].items():
+                gains[name] = max(gains.get(name, 0.0), swept[size][HEURISTIC] / us - 1)
+        won = [name for name in sorted(gains, key=lambda n: -gains[n]) if gains[name] > _MARGIN]
         lo, hi = sizes[0], sizes[-1]
-        if won and lo < hi:
-            score = functools.partial(self._score, site, tuple(won))
-            found = ranges.find_measured_ranges(
-                score, lo, hi, max_ranges=max_ranges, max_sizes=_MOST, default=HEURISTIC,
-                margin=_MARGIN,
-            )  # fmt: skip
-        else:
-            best = min(swept[lo], key=swept[lo].__getitem__) if won else HEURISTIC
-            found = [ranges.MeasuredRange(lo, hi, best, {s: swept[s] for s in sizes})]
-        return self._placed(site, found)
+        if not won or lo == hi:
+            found = [ranges.MeasuredRange(lo, hi, HEURISTIC, {s: swept[s] for s in sizes})]
+            return self._placed(site, found)
+        among = (HEURISTIC, *won[:_KEPT])
 
-    def _score(self, site: Site, among: Sequence[str], size: int) -> dict[str, float]:
-        return self._times(site, size, among) or {HEURISTIC: 1.0}
+        def score(size: int) -> dict[str, float]:
+            # Asked again, the same: medians are of many rounds already.
+            if size not in swept:
+                swept[size] = self._times(site, size, among) or {HEURISTIC: 1.0}
+            return {name: us for name, us in swept[size].items() if name in among}
+
+        found = ranges.find_measured_ranges(
+            score, lo, hi, max_ranges=max_ranges, max_sizes=_MOST, default=HEURISTIC,
+            margin=_MARGIN,
+        )  # fmt: skip
+        return self._placed(site, _never_behind(found))
 
     def _placed(
         self, site: Site, found: Sequence[ranges.MeasuredRange]
