@@ -99,11 +99,14 @@ def _tiling(launch: Tunable, facts: tuple[Any, ...], given: dict[str, Any]) -> A
     """The provider that ``tilings`` asks once for each problem."""
     if not active_plan.speak_of(launch.lowering, launch.op):
         return None
-    found = decision(launch, facts, given)
-    log.info("%s %s: %s (%s)", found.lowering, found.sites, found.chosen, found.reason)
-    if found.source != "plan":
+    if log.isEnabledFor(logging.INFO):
+        found = decision(launch, facts, given)
+        log.info("%s %s: %s (%s)", found.lowering, found.sites, found.chosen, found.reason)
+    key = key_of(launch, facts, given)
+    answer = None if key is None else active_plan.look_up(key)
+    if answer is None or answer.box is None or answer.box.choice == HEURISTIC:
         return None
-    return launch.candidates(facts, given)[found.chosen]
+    return launch.candidates(facts, given).get(answer.box.choice)
 
 
 class _Explaining:

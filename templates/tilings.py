@@ -10,6 +10,7 @@ neighbours, which differ from it in one field by one step: nothing else is ever 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -185,6 +186,7 @@ def _replaced(tiling: Any, field: str, value: Any) -> Any:
     return dataclasses.replace(tiling, **{field: value})
 
 
+@functools.lru_cache(maxsize=1024)
 def _word(fact: Any) -> str:
     """A fact that is no number: programs have a ``kind``, and are told apart by their text."""
     if isinstance(fact, str):
