@@ -58,7 +58,12 @@ def on_change(listener: Callable[[], None]) -> None:
     _listeners.append(listener)
 
 
-def _changed() -> None:
+_spoken: dict[tuple[str, str], bool] = {}  # what ``speak_of`` found
+
+
+def forget() -> None:
+    """What plans said is asked anew: of others, or for another card."""
+    _spoken.clear()
     for listener in _listeners:
         listener()
 
@@ -91,7 +96,7 @@ def load_plan(plan: Plan | str | os.PathLike[str], *, force: bool = False) -> Pl
             )
     with _lock:
         _user.append(loaded)
-    _changed()
+    forget()
     return loaded.plan
 
 
@@ -112,7 +117,7 @@ def unload_plan() -> None:
     """Forget every plan of the user's; the shipped one, if any, is in force again."""
     with _lock:
         _user.clear()
-    _changed()
+    forget()
 
 
 def environment_paths() -> list[str]:
@@ -135,7 +140,7 @@ def load_environment() -> None:
             continue
         with _lock:
             _user.append(loaded)
-    _changed()
+    forget()
 
 
 def user_plans() -> tuple[Loaded, ...]:
@@ -167,7 +172,7 @@ def salt() -> str:
     found = " ".join([*parts, "shipped", _shipped_digest() if config.shipped_plan else "off"])
     if found != _salted:  # ``config.shipped_plan`` was switched, which nobody hears of
         _salted = found
-        _changed()
+        forget()
     return found
 
 
@@ -235,11 +240,13 @@ def speak_of(lowering: str, op: str) -> bool:
 
     Raises ``agreement.Disagreement`` where another rank has other plans, as far as it has said so.
     """
-    _compare(wait=False)
-    card = compat.card_name()
-    ours = shipped(card) if card is not None and config.shipped_plan else None
-    plans = [p for p in (*user_plans(), ours) if p is not None]
-    return any((lowering, op) in p.plan.problems for p in plans)
+    if (lowering, op) not in _spoken:
+        _compare(wait=False)
+        card = compat.card_name()
+        ours = shipped(card) if card is not None and config.shipped_plan else None
+        plans = [p for p in (*user_plans(), ours) if p is not None]
+        _spoken[lowering, op] = any((lowering, op) in p.plan.problems for p in plans)
+    return _spoken[lowering, op]
 
 
 def look_up(key: Key | None, dims: Mapping[str, int] = MappingProxyType({})) -> Answer | None:
