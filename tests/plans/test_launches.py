@@ -4,6 +4,7 @@ Its "kernel" is torch code that takes the tiling it was given; only times are ma
 """
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -220,3 +221,19 @@ def test_the_cost_of_a_look_up_does_not_grow(plan):
         tiling(8, torch.float32, rows=rows)
     assert len(tiling._kept) <= 4096
     assert active_plan.speak_of("softmax", "test")
+
+
+def test_a_choice_is_never_behind_the_rule_where_it_was_measured():
+    """Better by a lot nearly everywhere, and behind at a size in between."""
+
+    def timer(key, sizes, names):
+        mine = 10.1 if sizes["rows"] == 64 else 5.0
+        return {n: mine if n == BEST else 10.0 for n in names}
+
+    (entry,) = tune(lambda x: doubled(x), torch.randn(16, 8), timer=timer).entries
+    assert entry.box_at({"rows": 64}).choice == HEURISTIC
+    assert {entry.box_at({"rows": n}).choice for n in (1, 256, 512)} == {BEST}
+    for box in entry.boxes:
+        assert all(us[box.choice] <= us[HEURISTIC] for us in box.times.values())
+    bounds = [b.bounds[0][1] for b in entry.boxes]
+    assert all(b[0] == a[1] + 1 for a, b in itertools.pairwise(bounds))
