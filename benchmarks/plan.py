@@ -121,7 +121,7 @@ def main() -> None:
     except RuntimeError as error:
         sys.exit(str(error))
     if args.prewarm:
-        names = [(t.name,) for t in targets if isinstance(t, Launches)]
+        names = [(t.name,) for t in reversed(targets) if isinstance(t, Launches)]
         common.run_in_pool(_prewarm, names, args.prewarm, args.budget_seconds)
     if args.prewarm_only:
         return
