@@ -13,10 +13,11 @@ from inductor_ext.templates import tilings
 from inductor_ext.templates.tilings import HEURISTIC
 
 import inductor_ext
-from inductor_ext import active_plan, plan_file, planned_launches, registry
+from inductor_ext import active_plan, plan_file, planned_launches, registry, tuning_launches
 from inductor_ext.ops._opaque import opaque_op, traced_op
 from inductor_ext.plan import Box, Plan, PlanError
 from inductor_ext.plan_cli import main as plan_command
+from inductor_ext.testing import compile_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,3 +238,22 @@ def test_a_choice_is_never_behind_the_rule_where_it_was_measured():
         assert all(us[box.choice] <= us[HEURISTIC] for us in box.times.values())
     bounds = [b.bounds[0][1] for b in entry.boxes]
     assert all(b[0] == a[1] + 1 for a, b in itertools.pairwise(bounds))
+
+
+@pytest.mark.codegen
+def test_a_scan_of_a_graph_is_an_operation_while_it_is_tuned():
+    """So that its launch is met when it runs, and not while it is traced."""
+
+    def fn(x):
+        return torch.cumsum(x.exp(), -1) * 2
+
+    x = torch.empty(64, 16384)
+    with planned_launches.watched(tuning_launches._Recorder(keep=False)):
+        code = compile_for("h200", fn, x, dynamic={0: {0: (16, 8192)}})
+    assert code.extern_calls == ["torch.ops.inductor_ext.fused_scan.default"]
+    assert not code.kernels  # what is pointwise is in its program
+    with planned_launches.explained() as launches:
+        code = compile_for("h200", fn, x)
+    (found,) = launches.values()
+    assert found.lowering == "scan" and "lanes=64 length=16384" in found.sites
+    assert code.kernels and not code.extern_calls
