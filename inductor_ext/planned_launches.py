@@ -141,7 +141,8 @@ def watched(watcher: tilings.Watcher) -> Iterator[None]:
 def explained() -> Iterator[dict[Any, Decision]]:
     """Collects a decision for every problem that is launched, or traced, while open."""
     explaining = _Explaining()
-    with watched(explaining):
+    watching = watched(explaining) if tilings.watcher is None else contextlib.nullcontext()
+    with watching:  # another thread's explain sees them otherwise
         yield explaining.decisions
 
 
