@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -126,7 +127,8 @@ def main() -> None:
     if args.prewarm_only:
         return
     failed: list[str] = []
-    command = f"python -m benchmarks.plan --out {args.out.name}"
+    only = f"--only {shlex.quote(args.only)} " if args.only else ""
+    command = f"python -m benchmarks.plan {only}--out {args.out.name}"
     plan = inductor_ext.Plan.load(args.out) if args.merge and args.out.exists() else None
     for target in common.Budget(args.budget_seconds).take(targets):
         print(target.name, file=sys.stderr)

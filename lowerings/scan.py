@@ -224,7 +224,8 @@ def rewrite(graph: Any) -> None:
         if compat_fx.is_erased(node) or not node.users:
             continue
         here = str(node.target)
-        forced = choosing.forced_choice(NAME)
+        # While sites are measured, those that plans describe are left to stock; a scan is none.
+        forced = None if choosing.is_recording() else choosing.forced_choice(NAME)
         try:
             if forced is not None and re.fullmatch(forced, choosing.STOCK):
                 why = f"forced to {forced}"
