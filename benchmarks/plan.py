@@ -2,22 +2,27 @@
 
 One command, ``python -m benchmarks.plan --out inductor_ext/plans/h200.json``. The file is written
 after every target, so that a run cut short leaves a valid plan; the targets of an earlier run can
-be completed with ``--skip N`` and ``python -m inductor_ext plan merge``.
+be completed with ``--skip N``, or with ``--merge``, which goes on with the file.
 
 Targets are the operations that models contain with these sizes, over the tokens in flight: scores
-of mixture-of-experts routers and projections of manifold-constrained hyper-connections.
+of mixture-of-experts routers and projections of manifold-constrained hyper-connections; and in
+``plan_launches`` what the package's own operations launch. ``--prewarm N`` first compiles their
+kernels in N processes, side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+import shlex
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from benchmarks.plan_launches import LAUNCHES, Launches, Program
 
 DEVICE = "cuda"
 TOKENS = (1, 16384)
@@ -34,7 +39,7 @@ class Target:
     score: str = "sigmoid"  # a router's scores and its bias in fp32; "" for fp32 results
     dtype: str = "bfloat16"
 
-    def program(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def program(self) -> Program:
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -52,7 +57,7 @@ class Target:
             return (x @ w.t()).float()
 
         fn = {"sigmoid": sigmoid, "softmax": softmax, "": projection}[self.score]
-        return fn, (x.to(dtype), w.to(dtype), bias)
+        return fn, (x.to(dtype), w.to(dtype), bias), {"x.0": TOKENS}
 
 
 TARGETS = (
@@ -67,7 +72,22 @@ TARGETS = (
     Target("router of 8 experts, hidden 4096", 4096, 8),
     Target("router of 32 experts, hidden 2880", 2880, 32),
     Target("router of 128 experts, hidden 2048", 2048, 128),
+    *LAUNCHES,
 )
+
+
+def _prewarm(name: str) -> None:
+    """Run every candidate of a target's launches once: its kernels are in Triton's cache then."""
+    import inductor_ext
+    from inductor_ext import measure
+
+    def untimed(candidates: Any, inputs: Any, **_: Any) -> dict[str, measure.Timing]:
+        return {name: measure.Timing(1.0, 0.0, 1) for name in candidates}
+
+    measure.compare = untimed  # type: ignore[assignment]  # in a process of its own
+    target = next(t for t in LAUNCHES if t.name == name)
+    fn, inputs, dims = target.program()
+    inductor_ext.tune(fn, *inputs, dims=dims, progress=False)
 
 
 def main() -> None:
@@ -80,11 +100,15 @@ def main() -> None:
     add = parser.add_argument
     default = Path(__file__).parent / "results" / "plan.json"
     add("--out", type=Path, default=default, metavar="FILE", help="where the plan goes (JSON)")
+    add("--merge", action="store_true", help="keep what the file has and these don't cover anew")
+    add("--only", metavar="TEXT", help="targets whose name has this regular expression in it")
+    add("--prewarm", type=int, default=0, metavar="N", help="compile first, in N processes")
+    add("--prewarm-only", action="store_true", help="stop then")
     add("--skip", type=int, default=0, metavar="N", help="leave out the first N targets")
     add("--budget-seconds", type=float, help="start no target after this is used up")
     add("--list", action="store_true", help="print the targets in their order and stop")
     args = parser.parse_args()
-    targets = TARGETS[args.skip :]
+    targets = [t for t in TARGETS[args.skip :] if re.search(args.only or "", t.name)]
     if args.list:
         for target in targets:
             print(target.name)
@@ -97,17 +121,34 @@ def main() -> None:
         measure.require_cuda()
     except RuntimeError as error:
         sys.exit(str(error))
-    command = f"python -m benchmarks.plan --out {args.out.name}"
-    plan = None
+    if args.prewarm:
+        names = [(t.name,) for t in reversed(targets) if isinstance(t, Launches)]
+        common.run_in_pool(_prewarm, names, args.prewarm, args.budget_seconds)
+    if args.prewarm_only:
+        return
+    failed: list[str] = []
+    only = f"--only {shlex.quote(args.only)} " if args.only else ""
+    command = f"python -m benchmarks.plan {only}--out {args.out.name}"
+    plan = inductor_ext.Plan.load(args.out) if args.merge and args.out.exists() else None
     for target in common.Budget(args.budget_seconds).take(targets):
         print(target.name, file=sys.stderr)
-        fn, inputs = target.program()
-        tuned = inductor_ext.tune(fn, *inputs, dims={"x.0": TOKENS})
+        fn, inputs, dims = target.program()
+        start = time.monotonic()
+        try:
+            tuned = inductor_ext.tune(fn, *inputs, dims=dims, progress=False)
+        except Exception as error:  # the others are tuned all the same
+            failed.append(f"{target.name}: {measure.one_line(error)}")
+            print(failed[-1], file=sys.stderr, flush=True)
+            continue
+        seconds = time.monotonic() - start
+        print(f"{len(tuned.entries)} entries in {seconds:.1f} s", file=sys.stderr, flush=True)
         plan = tuned if plan is None else plan.merge(tuned)
         plan = dataclasses.replace(plan, command=command)
         plan.save(args.out)
     if plan is not None:
         print(f"{args.out}: {len(plan.entries)} entries")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from . import active_plan as _active_plan  # noqa: E402
 from . import choosing as _choosing  # noqa: E402
 from . import dispatch as _dispatch  # noqa: E402
 from . import ops as ops  # noqa: E402
+from . import planned_launches as _planned_launches  # noqa: E402
 from . import registry as _registry  # noqa: E402
 from .active_plan import load_plan, unload_plan  # noqa: E402
 from .autotuning import CustomOpConfig, register_custom_op_autotuning  # noqa: E402
@@ -31,6 +32,7 @@ from .tuning import tune  # noqa: E402
 _registry.add_salt("forced", _choosing.forced_salt)
 _registry.add_salt("plans", _active_plan.salt)
 _compat.install_salt(_registry.revision)
+_planned_launches.install()
 
 from . import lowerings as lowerings  # noqa: E402  (registers every capability)
 

@@ -16,8 +16,9 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from . import agreement, compat, config
@@ -49,6 +50,22 @@ class Loaded:
 
 _user: list[Loaded] = []
 _lock = threading.Lock()
+_listeners: list[Callable[[], None]] = []
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call ``listener`` whenever other plans come into force."""
+    _listeners.append(listener)
+
+
+_spoken: dict[tuple[str, str], bool] = {}  # what ``speak_of`` found
+
+
+def forget() -> None:
+    """What plans said is asked anew: of others, or for another card."""
+    _spoken.clear()
+    for listener in _listeners:
+        listener()
 
 
 def load_plan(plan: Plan | str | os.PathLike[str], *, force: bool = False) -> Plan:
@@ -79,6 +96,7 @@ def load_plan(plan: Plan | str | os.PathLike[str], *, force: bool = False) -> Pl
             )
     with _lock:
         _user.append(loaded)
+    forget()
     return loaded.plan
 
 
@@ -99,6 +117,7 @@ def unload_plan() -> None:
     """Forget every plan of the user's; the shipped one, if any, is in force again."""
     with _lock:
         _user.clear()
+    forget()
 
 
 def environment_paths() -> list[str]:
@@ -121,6 +140,7 @@ def load_environment() -> None:
             continue
         with _lock:
             _user.append(loaded)
+    forget()
 
 
 def user_plans() -> tuple[Loaded, ...]:
@@ -142,10 +162,18 @@ def shipped(card: str) -> Loaded | None:
     return None
 
 
+_salted = ""
+
+
 def salt() -> str:
     """The content of every plan in force, for the cache key."""
+    global _salted
     parts = [f"{p.plan.digest} {p.forced}" for p in user_plans()]
-    return " ".join([*parts, "shipped", _shipped_digest() if config.shipped_plan else "off"])
+    found = " ".join([*parts, "shipped", _shipped_digest() if config.shipped_plan else "off"])
+    if found != _salted:  # ``config.shipped_plan`` was switched, which nobody hears of
+        _salted = found
+        forget()
+    return found
 
 
 @functools.cache
@@ -196,9 +224,34 @@ def find(key: Key | None, dims: dict[str, int]) -> Answer | None:
 
     Raises ``agreement.Disagreement`` where another rank compiles with other plans.
     """
+    _compare(wait=True)
+    return look_up(key, dims)
+
+
+def _compare(wait: bool) -> None:
     user = user_plans()
     names = ", ".join(p.plan.digest[:16] for p in user)
-    agreement.compare_state("state", f"plan {names}" if user else "no plan", wait=bool(user))
+    state = f"plan {names}" if user else "no plan"
+    agreement.compare_state("state", state, wait=wait and bool(user))
+
+
+def speak_of(lowering: str, op: str) -> bool:
+    """Whether a plan in force has entries for a launch.
+
+    Raises ``agreement.Disagreement`` where another rank has other plans, as far as it has said so.
+    """
+    if (lowering, op) not in _spoken:
+        _compare(wait=False)
+        card = compat.card_name()
+        ours = shipped(card) if card is not None and config.shipped_plan else None
+        plans = [p for p in (*user_plans(), ours) if p is not None]
+        _spoken[lowering, op] = any((lowering, op) in p.plan.problems for p in plans)
+    return _spoken[lowering, op]
+
+
+def look_up(key: Key | None, dims: Mapping[str, int] = MappingProxyType({})) -> Answer | None:
+    """As ``find``, without asking other ranks."""
+    user = user_plans()
     card = compat.card_name()
     reason = ""
     for loaded in reversed(user):
@@ -216,7 +269,7 @@ def find(key: Key | None, dims: dict[str, int]) -> Answer | None:
     return Answer(None, user[-1].name, reason) if user else None
 
 
-def _shipped_box(key: Key | None, dims: dict[str, int]) -> tuple[Loaded | None, Box | None]:
+def _shipped_box(key: Key | None, dims: Mapping[str, int]) -> tuple[Loaded | None, Box | None]:
     card = compat.card_name()
     if key is None or card is None or not config.shipped_plan:
         return None, None

@@ -126,6 +126,11 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
         _forced_here.recorder = before
 
 
+def is_recording() -> bool:
+    """Whether sites are handed to a recorder in this thread."""
+    return getattr(_forced_here, "recorder", None) is not None
+
+
 def forced_choice(lowering: str) -> str | None:
     """The pattern a lowering's choice is forced to, if any."""
     if getattr(_forced_here, "recorder", None) is not None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from inductor_ext import active_plan
 from inductor_ext.compat_patches import MovedName, Patches, private
 from inductor_ext.compat_virtual_cpp import cpp_of, patch_cpp_wrapper
 from inductor_ext.testing.cards import Card
@@ -166,6 +167,7 @@ def _forget_device() -> None:
             clear = getattr(private(path), "cache_clear", None)
             if clear is not None:
                 clear()
+    active_plan.forget()
 
 
 def _patch_triton_driver(patches: Patches, card: Card) -> None:

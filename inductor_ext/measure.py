@@ -102,7 +102,7 @@ def _touched_bytes(inputs: Inputs) -> int:
     )
 
 
-def _clone(inputs: Inputs) -> Inputs:
+def cloned(inputs: Inputs) -> Inputs:
     """Copy whole storages, so that strides, offsets and aliasing between the inputs survive."""
     copies: dict[int, torch.UntypedStorage] = {}
     out = []
@@ -136,7 +136,7 @@ def rotate(inputs: Sequence[Any], l2_bytes: int | None = None) -> list[Inputs]:
     stored = sum(ts[0].untyped_storage().nbytes() for ts in storages.values())
     count = min(math.ceil(_COLD * l2_bytes / max(_touched_bytes(inputs), 1)), _MAX_SETS)
     count = min(count, _MAX_CLONED_BYTES // max(stored, 1))
-    return [inputs, *(_clone(inputs) for _ in range(max(count, 2) - 1))]
+    return [inputs, *(cloned(inputs) for _ in range(max(count, 2) - 1))]
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -256,7 +256,7 @@ def _live(sets: Sequence[Inputs], count: int) -> list[torch.Tensor]:
     first = sets[0][0]
     if not isinstance(first, torch.Tensor) or first.numel() == 0 or 0 in first.stride():
         raise ValueError("A chain's first input must be a writable tensor: its producer writes it.")
-    return [_clone(sets[i % len(sets)][:1])[0] for i in range(count)]
+    return [cloned(sets[i % len(sets)][:1])[0] for i in range(count)]
 
 
 def _calls_per_graph(sets: Sequence[Inputs]) -> int:

@@ -28,6 +28,9 @@ class Key:
     ``lowering`` is a registered name, ``op`` the operation ("mm"), ``dtype`` that of the operands
     (and "->" that of the result where it differs), ``layout`` one word per operand ("row",
     "column", "other"), comma between, ``sizes`` the static sizes by name.
+
+    Of what an operation launches (``templates.tilings``) ``op`` is the launch, ``layout`` what else
+    its rule looks at; choices are tilings, or "heuristic" where the rule's own is the fastest.
     """
 
     lowering: str
@@ -158,6 +161,11 @@ class Plan:
         from . import plan_file
 
         return hashlib.sha256(plan_file.dump(self).encode()).hexdigest()
+
+    @functools.cached_property
+    def problems(self) -> frozenset[tuple[str, str]]:
+        """(lowering, operation) of every entry."""
+        return frozenset((entry.key.lowering, entry.key.op) for entry in self.entries)
 
     def find(self, key: Key, dims: Mapping[str, int]) -> Box | None:
         """The box for a problem at these values of its ranged sizes.

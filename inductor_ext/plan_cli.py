@@ -37,11 +37,12 @@ def headline(plan: Plan) -> str:
 
 
 def _measured(box: Box) -> tuple[str, str, str]:
-    """The points of a box: sizes, us of the choice and speed-up over stock, a line each."""
+    """The points of a box: sizes, us of the choice and speed-up over stock, or over the rule's
+    tiling of a launch, a line each."""
     points, us, speedups = [], [], []
     for point, times in box.times.items():
         points.append(point)
-        chosen, stock = times.get(box.choice), times.get("stock")
+        chosen, stock = times.get(box.choice), times.get("stock", times.get("heuristic"))
         us.append("-" if chosen is None else f"{chosen:.2f}")
         speedups.append(f"{stock / chosen:.2f}x" if chosen and stock else "-")
     return "\n".join(points), "\n".join(us), "\n".join(speedups)
@@ -61,7 +62,8 @@ def show(path: Path, plot: Path | None = None) -> int:
         table.add_column("choice", overflow="fold")
         table.add_column("measured at", overflow="fold")
         table.add_column("us", justify="right", no_wrap=True)
-        table.add_column("over stock", justify="right", no_wrap=True)
+        launch = any("heuristic" in us for box in entry.boxes for us in box.times.values())
+        table.add_column("over rule" if launch else "over stock", justify="right", no_wrap=True)
         for box in entry.boxes:
             table.add_row(str(box), box.choice, *_measured(box))
         console.print(table)

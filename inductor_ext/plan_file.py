@@ -10,7 +10,9 @@
      "max_memory_bytes": 1073741824, "ranges": [
       {"m": [1, 8], "choice": "stock", "times_us": {"4": {"stock": 5.6}}},
       {"m": [9, null], "choice": "stock"}
-    ]}
+    ]},
+    {"lowering": "softmax", "op": "rows", "dtype": "any", "layout": "any", ...
+      {"rows": [16, 8192], "choice": "r=4,warps=16,held=0,stages=1"}      of a launch: a tiling
   ]
 }
 """
@@ -240,6 +242,9 @@ class _Reader:
                     raise self.error(here, f"the range {box} overlaps {other} of line {line}")
             boxes.append(box)
         lowering, op, dtype, layout = (value[name] for name in texts)
+        for i, box in enumerate(boxes):
+            if why := _launch_fault(lowering, op, box.choice):
+                raise self.error((*where, "ranges", i, "choice"), why)
         key = Key.of(lowering, op, dtype, layout, sizes)
         return Entry(key, tuple(boxes), value["measured"], memory)
 
@@ -280,6 +285,12 @@ def _is_time(text: str) -> bool:
     except ValueError:
         return False
     return text.endswith("Z")
+
+
+def _launch_fault(lowering: str, op: str, choice: str) -> str:
+    from . import planned_launches
+
+    return planned_launches.fault(lowering, op, choice)
 
 
 def _known_lowering(name: str) -> bool:

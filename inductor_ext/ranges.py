@@ -253,6 +253,11 @@ def geometric(lo: int, hi: int) -> list[int]:
     return sorted(found)
 
 
+def few(lo: int, hi: int, most: int) -> list[int]:
+    """At most so many sizes from lo to hi, both among them, spread evenly on a log scale."""
+    return _thinned(geometric(lo, hi), most)
+
+
 def _thinned(sweep: list[int], most: int) -> list[int]:
     """At most so many of them, at least both ends: powers of two stay longest."""
     inner = sweep[1:-1]

@@ -224,9 +224,14 @@ def as_row(decision: Decision) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The decisions of one compile. ``print(report)`` shows a table, one row per site."""
+    """The decisions of one compile. ``print(report)`` shows a table, one row per site.
+
+    ``launches`` are those of the operations that ran or were traced: which tiling each problem has,
+    by which plan ("plan") or by its rule ("heuristic").
+    """
 
     decisions: tuple[Decision, ...]
+    launches: tuple[Decision, ...] = ()
 
     def to_json(self) -> str:
         """The decisions as a JSON list, one object per site in the order of compiling.
@@ -244,9 +249,10 @@ class Report:
                     ``hi`` null is unbounded; ``and_also`` lists [size, lo, hi] that must hold too
         speedup     us of "stock" over us of ``chosen``, null unless both were timed
 
+        The launches follow, whose ``sites`` begin with "launch" and whose ``chosen`` is a tiling.
         The artifact ``inductor_ext_decisions`` in torch's structured trace has the same schema.
         """
-        rows = [as_row(d) for d in self.decisions]
+        rows = [as_row(d) for d in (*self.decisions, *self.launches)]
         return json.dumps(rows, indent=2)
 
     def __str__(self) -> str:
@@ -255,15 +261,16 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        if not self.decisions:
+        if not (self.decisions or self.launches):
             return "inductor_ext: no site was looked at (nothing here concerns an enabled lowering)"
         table = Table(title="inductor_ext decisions", title_justify="left")
-        any_timed = any(c.us is not None for d in self.decisions for c in d.candidates)
+        every = (*self.decisions, *self.launches)
+        any_timed = any(c.us is not None for d in every for c in d.candidates)
         table.add_column("site", width=24, overflow="fold")
         table.add_column("chosen, and why", width=34, overflow="fold")
         table.add_column("times (us)", width=41 if any_timed else 25, overflow="fold")
         table.add_column("speed-up")
-        for d in self.decisions:
+        for d in every:
             by = f"by {d.source}: " if d.source else ""
             table.add_row(
                 f"{d.lowering}\n{d.sites}",
@@ -287,10 +294,10 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Report:
     """
     import torch
 
-    from . import compat
+    from . import compat, planned_launches
 
     original = getattr(fn, "_torchdynamo_orig_callable", fn)
     torch._dynamo.reset()
-    with compat.without_caches(), collect() as decisions:
+    with compat.without_caches(), collect() as decisions, planned_launches.explained() as launches:
         torch.compile(original)(*args, **kwargs)
-    return Report(tuple(decisions))
+    return Report(tuple(decisions), tuple(launches.values()))

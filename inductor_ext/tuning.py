@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import choosing, compat, measure, measured_ranges, ranges, report
+from . import choosing, compat, measure, measured_ranges, ranges, report, tuning_launches
 from .measured_site import MeasuredSite, Timer
 from .plan import Box, Entry, Plan
+from .tuning_arguments import Marks, called, followers, resized
 
 log = logging.getLogger("inductor_ext")
 
@@ -85,16 +86,19 @@ def tune(
 ) -> Plan:
     """Measure, for every site of ``fn``, which candidate is fastest over ranges of ``dims``.
 
-    ``fn`` (a function, module or compiled function) is called with ``args``, forward only; they are
-    not changed. ``dims`` maps a dimension to its least and largest size, both inclusive. "x.0" is
-    dimension 0 of the argument x; a name without a dot is the one dimension marked with
-    ``torch._dynamo.mark_dynamic``, or, where none is, dimension 0 of the first tensor, which is
-    then logged. At most ``max_ranges`` ranges a site; of several dimensions, ranges are found along
-    the first and the others are cut into at most four bands.
+    ``fn`` (a function, module or compiled function) is called with ``args``, which are not changed;
+    where one of them requires a gradient also backward, for the launches there. ``dims`` maps a
+    dimension to its least and largest size, both inclusive. "x.0" is dimension 0 of the argument x;
+    a name without a dot is the one dimension marked with ``torch._dynamo.mark_dynamic``, or, where
+    none is, dimension 0 of the first tensor, which is then logged. At most ``max_ranges`` ranges a
+    site; of several dimensions, ranges are found along the first and the others are cut into at
+    most four bands. What operations launch is tuned along one dimension after another, the others
+    being as they are in ``args``, with ``args`` repeated or cut to size.
 
     ``max_memory`` bounds the bytes of what is measured at the largest size (default: 80% of what is
     free on the card). With ``progress`` a bar counts the measurements. Times are those of
-    ``measure.compare``: medians, cold L2, each candidate checked against fp64 first.
+    ``measure.compare``: medians, cold L2, each candidate checked first: against fp64, a launch's
+    against its rule's tiling.
 
     Raises RuntimeError without a card, ValueError for dims that name nothing, are out of order or
     not dynamic in the graph, MemoryError where the largest size would exceed ``max_memory``.
@@ -109,7 +113,8 @@ def tune(
     with _bar(progress) as tick:
         for alike in (False, True):
             tuner = _Tuner(found, max_ranges, max_memory, _measure, tick, tally)
-            if _run(tuner, original, args, _marks(found, args, alike=alike), _card):
+            marks = _marks(found, args, alike=alike)
+            if _run(tuner, original, args, marks, _card):
                 break
         else:
             names = " or ".join(str(d) for d in found)
@@ -117,10 +122,14 @@ def tune(
                 f"expected dims that are dynamic in the graph, and {names} is specialised there "
                 '(TORCH_LOGS="+dynamic" says where)'
             )
+        if tuner.program is not None:
+            tuner.launches(args, marks)
+        torch._dynamo.reset()
     for d in found:
         if d.label not in tuner.reached:
             raise ValueError(
-                f"expected dims that are dynamic in the graph, and no site depends on {d}"
+                "expected dims that are dynamic in the graph, and "
+                f"no site depends on {d}, nor a launch"
             )
     log.info("tune: %s", tally)
     settings = ", ".join(f"{d.argument}.{d.dim}={d.lo}..{d.hi}" for d in found)
@@ -224,13 +233,10 @@ def _bind(label: str, args: Sequence[Any], tensors: Mapping[str, int]) -> tuple[
     return argument, 0
 
 
-_Marks = dict[int, dict[int, tuple[int, int]]]  # argument -> dimension -> bounds
-
-
-def _marks(dims: Sequence[_Dim], args: Sequence[Any], *, alike: bool) -> _Marks:
+def _marks(dims: Sequence[_Dim], args: Sequence[Any], *, alike: bool) -> Marks:
     """What to mark dynamic. With ``alike`` also the dimensions of the other arguments that are as
     large: tensors that share a dimension are all dynamic in it, or none can be."""
-    marks: _Marks = {}
+    marks: Marks = {}
     for d in dims:
         bounds = (d.lo, max(d.hi, 2))
         marks.setdefault(d.position, {})[d.dim] = bounds
@@ -242,7 +248,7 @@ def _marks(dims: Sequence[_Dim], args: Sequence[Any], *, alike: bool) -> _Marks:
     return marks
 
 
-def _run(tuner: _Tuner, fn: Any, args: Sequence[Any], marks: _Marks, card: str | None) -> bool:
+def _run(tuner: _Tuner, fn: Any, args: Sequence[Any], marks: Marks, card: str | None) -> bool:
     """Compile and measure; False where a dimension turned out to be specialised."""
     # Dynamo logs at length what is answered here by marking more, or by an error.
     guards, mute = logging.getLogger("torch._guards"), lambda record: False
@@ -250,7 +256,7 @@ def _run(tuner: _Tuner, fn: Any, args: Sequence[Any], marks: _Marks, card: str |
         guards.addFilter(mute)
         stack.callback(guards.removeFilter, mute)
         try:
-            _compile(fn, args, marks, card)
+            tuner.program = _compile(fn, args, marks, card)
         except Exception as error:
             if tuner.error is None and compat.is_constraint_violation(error):
                 return False
@@ -263,24 +269,22 @@ def _run(tuner: _Tuner, fn: Any, args: Sequence[Any], marks: _Marks, card: str |
     return True
 
 
-def _compile(fn: Any, args: Sequence[Any], marks: _Marks, card: str | None) -> None:
-    # Aliases, because marks stay on a tensor object.
-    aliases = [
-        a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
-        for a in args
-    ]
+def _compile(fn: Any, args: Sequence[Any], marks: Marks, card: str | None) -> Any:
+    """The compiled program, if it launches what can be tuned; else None."""
+    aliases = resized(args, {})  # because marks stay on a tensor object
     if card is not None:
         from .testing import compile_for
 
         compile_for(card, fn, *aliases, dynamic=marks)
-        return
+        return None
     for position, bounds in marks.items():
         for dim, (lo, hi) in bounds.items():
             torch._dynamo.mark_dynamic(aliases[position], dim, min=lo, max=hi)
     torch._dynamo.reset()
+    program = torch.compile(fn)
     with compat.without_caches():
-        torch.compile(fn)(*aliases)
-    torch._dynamo.reset()
+        launches = tuning_launches.recorded(lambda: called(program, aliases))
+    return program if launches else None
 
 
 # --- measuring a site -----------------------------------------------------------------------------
@@ -306,6 +310,7 @@ class _Tuner:
         self._timer, self._tick, self.tally = timer, tick, tally
         self.entries: dict[Any, Entry] = {}
         self.reached: set[str] = set()
+        self.program: Any = None
         self.error: Exception | None = None
         self.card = compat.card_name() or ""
 
@@ -354,8 +359,38 @@ class _Tuner:
             memory = max(memory, used)
             boxes += at.boxes(lead[0][1] if lead else None, found, ends, fixed)
         if boxes:
-            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-            self.entries[name] = Entry(problem.key, tuple(boxes), now, memory)
+            self.entries[name] = Entry(problem.key, tuple(boxes), _now(), memory)
+
+    def launches(self, args: Sequence[Any], marks: Marks) -> None:
+        """Tune what the operations of the program launch, along one dimension after another."""
+        program = self.program
+        with compat.without_caches(), report.muted():
+            for d in self._dims:
+                others = {(o.position, o.dim) for o in self._dims if o is not d}
+                follow = followers((d.position, d.dim), args, marks) - others
+                along = self._launches(
+                    lambda size, follow=follow: called(
+                        program, resized(args, {place: size for place in follow})
+                    ),
+                    d.lo,
+                    d.hi,
+                )
+                found = along.boxes(self._max_ranges)
+                self.reached.update([d.label] if found else [])
+                for key, boxes in found.items():
+                    name = (key, tuple(n for n, _ in boxes[0].bounds))
+                    self.entries.setdefault(name, Entry(key, boxes, _now(), along.memory))
+
+    def _launches(self, run: Any, lo: int, hi: int) -> tuning_launches.Launches:
+        return tuning_launches.Launches(run, lo, hi, self._timer, self._timed, self._max_memory)
+
+    def _timed(
+        self, site: str, size: int, names: Sequence[str], times: Mapping[str, float]
+    ) -> None:
+        self.tally.add(site, size, names)
+        best = min(times, key=times.__getitem__, default="")
+        found = f", fastest {best} {times[best]:.2f} us" if best else ""
+        self._tick(f"{site} at {size}: {len(names)} timed{found}")
 
     def _symbols(self, problem: choosing.Problem) -> list[tuple[_Dim, Any]]:
         """The dimensions that the site's sizes depend on, with their symbols in this graph."""
@@ -374,10 +409,7 @@ class _Tuner:
     def _count(
         self, at: MeasuredSite, size: int, names: Sequence[str], times: Mapping[str, float]
     ) -> None:
-        self.tally.add(at.site, size, names)
-        best = min(times, key=times.__getitem__, default="")
-        found = f", fastest {best} {times[best]:.2f} us" if best else ""
-        self._tick(f"{at.site} at {size}: {len(names)} timed{found}")
+        self._timed(at.site, size, names, times)
 
     def _along(
         self, at: MeasuredSite, lead: tuple[_Dim, Any] | None, fixed: Mapping[Any, int]
@@ -414,6 +446,10 @@ class _Tuner:
         if top < hi:  # by the lowering's rule, without times
             found.append(ranges.MeasuredRange(top + 1, hi, choosing.STOCK))
         return found, need
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _bands(lo: int, hi: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from inductor_ext.lowerings.scan_places import Step, thawed
 from inductor_ext.lowerings.scan_region import CanNotFuse, Fused, fuse
 from inductor_ext.lowerings.scan_rule import Left
 from inductor_ext.lowerings.scan_statements import Leaf
-from inductor_ext.templates import scan_launch
+from inductor_ext.templates import scan_launch, tilings
 
 from inductor_ext import (
     choosing,
@@ -35,8 +35,10 @@ from inductor_ext import (
     report,
 )
 from inductor_ext.editing import Editor, Numbers, value
+from inductor_ext.ops import _scan_whole
 
 aten = torch.ops.aten
+_SCAN = _scan_whole.fused_scan._opoverload
 NAME = "scan"
 
 
@@ -130,6 +132,9 @@ class _Emitter:
         editor.before(self.at)
         shape = site.shape
         inputs = [self.leaf(leaf) for leaf in fused.leaves]
+        if tilings.watcher is not None and tilings.watcher.whole:
+            self._replace(self.whole(inputs))
+            return
         laid = scan_launch.plan(
             fused.program,
             list(shape),
@@ -169,15 +174,28 @@ class _Emitter:
                 (constants if isinstance(size, int) else arguments)[name] = size
         written = [n for n, slot in laid.arguments.items() if str(slot)[0] in "yw"]
         call = self.kernel(laid, constants, arguments, written)
-        for i, out in enumerate(stored):
-            y = editor.call(operator.getitem, call, f"y{i}_ptr")
+        names = [f"y{i}_ptr" for i in range(len(stored))]
+        self._replace([editor.call(operator.getitem, call, name) for name in names])
+
+    def _replace(self, results: list[Any]) -> None:
+        fused, stored = self.fused, self.fused.stored
+        for y, out in zip(results, stored, strict=True):
             out.node.replace_all_uses_with(self.viewed(y, out.steps))
         compat_user_kernels.sort_graph(self.graph)
         editing.erase_unused(self.graph, [s.node for s in stored])
-        ours = {*fused.nodes, site.node}  # all of them have a value and no effect
+        ours = {*fused.nodes, fused.site.node}  # all of them have a value and no effect
         for node in reversed(list(self.graph.nodes)):
             if node in ours and not node.users:
                 self.graph.erase_node(node)
+
+    def whole(self, inputs: list[Any]) -> list[Any]:
+        """The results of an operation, for ``tune``."""
+        fused, call = self.fused, self.editor.call
+        strides = [self.size(s) for out in fused.stored for s in out.strides]
+        shape, name = self.sizes(fused.site.shape), _scan_whole.name_of(fused.program)
+        with value(inputs[0]).fake_mode:
+            made = call(_SCAN, inputs, name, shape, strides, fused.site.dim)
+            return [call(operator.getitem, made, i) for i in range(len(fused.stored))]
 
     def kernel(self, laid: Any, constants: Any, arguments: Any, written: list[str]) -> Any:
         grid = self.sizes(laid.grid)
@@ -206,7 +224,8 @@ def rewrite(graph: Any) -> None:
         if compat_fx.is_erased(node) or not node.users:
             continue
         here = str(node.target)
-        forced = choosing.forced_choice(NAME)
+        # While sites are measured, those that plans describe are left to stock; a scan is none.
+        forced = None if choosing.is_recording() else choosing.forced_choice(NAME)
         try:
             if forced is not None and re.fullmatch(forced, choosing.STOCK):
                 why = f"forced to {forced}"

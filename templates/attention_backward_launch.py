@@ -26,6 +26,7 @@ from .attention_dropout import Dropout
 from .attention_launch import dense, products
 from .attention_program import Program
 from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
+from .tilings import tunable
 
 ROWS = 128  # the most query rows or keys of a tile
 SUMMED = 16, 128  # the rows and keys whose sums a program makes
@@ -48,10 +49,14 @@ class Tiling:
     apart: bool = False
 
 
+_FIELDS = {"scaled": "block_m block_n near", "stages": "stages", "flipped": "merged"}
+
+
 def _width(dim: int) -> int:
     return sum(piece.size for piece in pieces(dim))
 
 
+@tunable("attention", "backward_keys", "rows columns heads", **_FIELDS)
 def keys_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of dk and dv. Small tiles, two programs on a multiprocessor, hide the beginnings and ends of
     programs that are short or unlike; where all is kept wide ones read less (measured at 128)."""
@@ -70,6 +75,7 @@ def keys_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> 
     return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=_short(program))
 
 
+@tunable("attention", "backward_rows", "rows columns heads", **_FIELDS)
 def rows_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> Tiling:
     """Of dq."""
     widest = max(_width(head), _width(value))
@@ -439,8 +445,9 @@ def backward(
         else:
             length = call.padded if kind == "rows" else k.shape[2]
             sums[kind][i] = call.fp32(*q.shape[:2], length)
-    keys = keys or keys_tiling(program, dtype, head, value)
-    rows = rows or rows_tiling(program, dtype, head, value)
+    sizes = {"rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[0] * q.shape[1]}
+    keys = keys or keys_tiling(program, dtype, head, value, **sizes)
+    rows = rows or rows_tiling(program, dtype, head, value, **sizes)
     if needed[1] or needed[2] or sums["columns"]:
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
     if needed[0] or sums["rows"] or pairs:

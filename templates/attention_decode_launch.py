@@ -14,6 +14,7 @@ from torch.library import wrap_triton
 from . import attention_decode
 from .attention_program import Program
 from .dependent import launched
+from .tilings import tunable
 
 ROWS = 64  # query rows of a KV head, at most
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,6 +40,10 @@ def fits(q: torch.Tensor, k: torch.Tensor, paged: bool = False) -> bool:
     return q.dtype in _DTYPES and q.shape[1] // max(heads, 1) * q.shape[2] <= ROWS
 
 
+@tunable(
+    "attention", "decode", "lines keys of",
+    scaled="block least", stages="stages", counted="per_sm", flipped="keys_first",
+)  # fmt: skip
 def tiling(dtype: torch.dtype, dim: int, value_dim: int, rows: int, few: bool = False) -> Tiling:
     """The tile for heads like these and ``rows`` of a KV head; ``few``: no more KV heads than
     multiprocessors.
@@ -111,9 +116,12 @@ def decode(
     q, k, v = _dense(q, 2), *(_dense(t, 1 if paged else 2) for t in (k, v))
     group, lines = heads // kv_heads, batch * kv_heads
     few = lines <= _processors(q.device)
-    chosen = chosen or tiling(q.dtype, dim, value_dim, rows * group, few)
     page_size = k.shape[1] if paged else 0
     capacity = block_table.shape[1] * page_size if block_table is not None else k.shape[2]
+    chosen = chosen or tiling(
+        q.dtype, dim, value_dim, rows * group, few,
+        lines=lines, keys=capacity, of="pages" if paged else "keys",
+    )  # fmt: skip
     pages = "" if not paged else "many" if page_size % chosen.block else "one"
     layout = attention_decode.Layout(
         dim, value_dim, lengths is not None, pages, chosen.keys_first and q.itemsize == 2

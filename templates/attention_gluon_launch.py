@@ -20,6 +20,7 @@ import triton.language as tl
 from . import attention_documents
 from .attention_program import LOG2E, Program
 from .attention_text import describable, unexpanded
+from .tilings import tunable
 
 # Versions of Triton whose Gluon compiles the kernel and on which it was checked on a card.
 VERSIONS = ("3.6.",)
@@ -55,6 +56,10 @@ class Tile:
         return (232, 40) if self.warps * self.consumers <= 8 else (160, 32)
 
 
+@tunable(
+    "attention", "forward_gluon", "rows columns heads",
+    scaled="keys section_bytes", warps="", stages="stages", flipped="pingpong",
+)  # fmt: skip
 def default_tile(program: Program, d: int, copied: tuple[int, ...] = ()) -> Tile:
     """The tile for a program and a head dimension of 64 or 128; ``copied``: the staged inputs."""
     matrices = [program.inputs[i] for i in copied if "q" in program.inputs[i].axes]
@@ -383,7 +388,10 @@ def forward(
     out = _like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tile = tile or default_tile(program, max(q.shape[3], v.shape[3]), staged(program, inputs))
+    tile = tile or default_tile(
+        program, max(q.shape[3], v.shape[3]), staged(program, inputs),
+        rows=q.shape[2], columns=k.shape[2], heads=q.shape[0] * q.shape[1],
+    )  # fmt: skip
     kernel, grid, arguments = launch(q, k, v, inputs, numbers, program, out, lse, tile, count)
     kernel[grid](**arguments)
     return out, lse

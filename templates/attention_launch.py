@@ -20,6 +20,7 @@ from . import (
 from .attention_dropout import Dropout
 from .attention_program import Program
 from .attention_text import Operand, by_tma, describable, score_values
+from .tilings import tunable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,10 @@ class Tiling:
     near: int = 16
 
 
+@tunable(
+    "attention", "forward", "rows columns heads",
+    scaled="block_m block_n near", stages="stages", flipped="merged",
+)  # fmt: skip
 def tiling(program: Program, dtype: torch.dtype, d: int, dv: int, tma: bool = True) -> Tiling:
     """What is launched for heads of d and dv numbers; ``tma``: whether descriptors describe q, k
     and v. Measured on an H200 in 16 bits at 64, 128 and 256, by kind of score: mostly two programs
@@ -132,7 +137,9 @@ def forward(
         return out.fill_(0.0 if program.empty == "zero" else float("nan")), lse.fill_(-float("inf"))
     described = describable(program, inputs)
     tma = by_tma(q) and by_tma(k) and by_tma(v)
-    chosen = chosen or tiling(program, q.dtype, d, dv, tma)
+    chosen = chosen or tiling(
+        program, q.dtype, d, dv, tma, rows=rows, columns=columns, heads=batch * heads
+    )
     layout = attention_forward.Layout(
         operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
         chosen.merged, described,
@@ -160,6 +167,7 @@ def forward(
 FEW = 64  # rows whose sums are made by a pass over the keys
 
 
+@tunable("attention", "columns", "keys heads", scaled="block_m block_n", stages="stages")
 def columns_tiling(dtype: torch.dtype, d: int, rows: int = FEW + 1) -> Tiling:
     """What is launched for column sums of ``rows`` rows of heads of d numbers; block_m rows meet
     block_n keys."""
@@ -188,7 +196,7 @@ def columns(
     if first_row >= rows:
         return sums.zero_()
     first_row = max(first_row, 0)
-    chosen = chosen or columns_tiling(q.dtype, d, rows - first_row)
+    chosen = chosen or columns_tiling(q.dtype, d, rows - first_row, keys=size, heads=batch * heads)
     q, k, lse = dense(q), dense(k), lse.contiguous()
     described = describable(program, inputs)
     few = rows - first_row <= chosen.block_m and attention_columns.few(program)

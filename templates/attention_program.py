@@ -72,3 +72,13 @@ class Program:
     empty: str = "zero"
     slope: float | None = None
     dropout: bool = False
+
+    @property
+    def kind(self) -> str:
+        """In a few words, for an entry of a plan."""
+        words = ["scored" if self.scale is None else "scaled"]
+        words += ["masked"] if self.keep else []
+        words += ["documents"] if self.documents else []
+        words += ["dropout"] if self.dropout else []
+        words += [given.axes or "number" for given in self.inputs]
+        return "-".join(words)

@@ -14,6 +14,7 @@ import triton
 from torch.library import wrap_triton
 
 from . import cross_entropy, cross_entropy_rows, cross_entropy_shards, row_gradient
+from .tilings import tunable
 
 NONE, INDEX, DENSE, SPARSE = (
     kind.value
@@ -54,6 +55,7 @@ class Loss:
     mean: bool = False
 
 
+@tunable("cross_entropy", "fused", "columns rows of", scaled="r", counted="held")
 def fused_tile(columns: Any, itemsize: int, capped: bool = False, smooth: bool = False) -> Tile:
     """The tile for loss and gradient in one program per row.
 
@@ -79,6 +81,7 @@ def fused_tile(columns: Any, itemsize: int, capped: bool = False, smooth: bool =
     return Tile(4, 8, 0, 1)
 
 
+@tunable("cross_entropy", "read", "columns rows of", scaled="r")
 def read_tile(columns: Any, itemsize: int) -> Tile:
     """The tile for the statistics alone."""
     if isinstance(columns, int):
@@ -88,6 +91,7 @@ def read_tile(columns: Any, itemsize: int) -> Tile:
     return Tile(4, 8, 0, 1)
 
 
+@tunable("cross_entropy", "gradient", "columns rows of", scaled="r")
 def gradient_tile(columns: Any, itemsize: int) -> Tile:
     """The tile for the gradient from saved statistics."""
     if isinstance(columns, int) and columns <= 4 * 32 * (16 // itemsize):
@@ -219,7 +223,7 @@ def _read(
     stats: Any, tile: Tile | None = None, shard: bool = False,
 ) -> None:  # fmt: skip
     rows, columns = x.shape
-    tile = tile or read_tile(columns, x.element_size())
+    tile = tile or read_tile(columns, x.element_size(), rows=rows, of="losses")
     layout = _layout(x)
     block = _block(tile, layout["E"])
     splits, segment = _segments(rows, columns, block)
@@ -253,7 +257,7 @@ def backward(
     shard: ``counts`` [3] are the sums and smoothing / classes, the rest is ``merge_shards``'.
     """
     rows, columns = x.shape
-    tile = tile or gradient_tile(columns, x.element_size())
+    tile = tile or gradient_tile(columns, x.element_size(), rows=rows, of="losses")
     in_place = dx is not None
     if dx is None:
         dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -296,7 +300,9 @@ def forward_backward(
     if dx is None:
         dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     plain = loss.kind == INDEX and loss.smoothing == 0 and weight is None
-    tile = tile or fused_tile(columns, x.element_size(), loss.softcap != 0, not plain)
+    tile = tile or fused_tile(
+        columns, x.element_size(), loss.softcap != 0, not plain, rows=rows, of="losses"
+    )
     layout = _layout(x, dx)
     pointers, strides = _sides(loss, x, target, q, weight)
     constants = _constants(loss, x, weight, counts, strides[2])
@@ -389,7 +395,7 @@ def rows_and_gradient(
     if split:
         _split(x, dx, target, factors, results, numbers, {"Z": z, **flags})
         return *results, dx
-    tile = tile or fused_tile(columns, x.element_size(), softcap != 0, smooth)
+    tile = tile or fused_tile(columns, x.element_size(), softcap != 0, smooth, rows=rows, of="rows")
     wrap_triton(row_gradient.rows_kernel)[(rows,)](
         x, dx, target, *factors, *results, columns, x.stride(0), dx.stride(0), target.stride(0),
         *numbers, Z=z, **flags, **layout, SAME=_same(x, dx), **_held(tile, columns, layout),
@@ -423,7 +429,7 @@ def _statistics(
     """Write ``results`` (peak, total, below, picked) and ``saved`` in one read of x."""
     rows, columns = x.shape
     layout, whole = _layout(x), tile is not None
-    tile = tile or read_tile(columns, x.element_size())
+    tile = tile or read_tile(columns, x.element_size(), rows=rows, of="statistics")
     block = _block(tile, layout["E"])
     splits, segment = (1, block) if whole else _segments(rows, columns, block)
     split = flags["KIND"] != NONE or splits > 1  # a target's results are only joined
@@ -452,7 +458,8 @@ def _split(
     saved = torch.empty((SAVED, rows), dtype=torch.float32, device=x.device)
     of_statistics = {"KIND": INDEX, **{k: flags[k] for k in ("SMOOTH", "CAPPED")}}
     _statistics(x, target, saved, list(results), numbers, of_statistics)
-    tile, layout = gradient_tile(columns, x.element_size()), _layout(x, dx)
+    tile = gradient_tile(columns, x.element_size(), rows=rows, of="rows")
+    layout = _layout(x, dx)
     chunk = 2 * _block(tile, layout["E"])
     chunks = triton.cdiv(columns, chunk)
     wrap_triton(row_gradient.spread_kernel)[(rows * chunks,)](

@@ -22,6 +22,7 @@ from .linear_attention import (
     decay_gradient_kernel,
     strongest_kernel,
 )
+from .tilings import tunable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,10 @@ def _roomy(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 227 << 10
 
 
+_FIELDS = {"scaled": "block_v", "stages": "stages"}
+
+
+@tunable("linear_attention", "forward", "dv tokens heads", **_FIELDS)
 def tiling(
     dtype: torch.dtype, dk: int, device: torch.device, chunk: int = 0, kept_in_fp32: bool = False
 ) -> Tiling:
@@ -62,6 +67,9 @@ def tiling(
     if depth > 128 or not _roomy(device):
         return Tiling(chunk or 64, 32, 4, 1)
     return Tiling(chunk or 64, 32, 4, 2) if kept_in_fp32 else Tiling(chunk or 64, 64, 4, 3)
+
+
+backward_tiling = tunable("linear_attention", "backward", "tokens heads", **_FIELDS)(tiling.rule)
 
 
 def _fitted(chosen: Tiling, dv: int) -> Tiling:
@@ -218,7 +226,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, final state [B, H, dk, dv] in fp32); chunk: tokens of one, 0 to have it chosen."""
     dk, dv = q.shape[-1], v.shape[-1]
-    chosen = chosen or tiling(q.dtype, dk, q.device, chunk)
+    chosen = chosen or tiling(
+        q.dtype, dk, q.device, chunk, dv=dv, tokens=q.shape[2], heads=q.shape[0] * q.shape[1]
+    )
     out, end = like(v), empty_state(q, dk, dv)
     attend(q, k, v, decay, out, scale, start, end, chosen, precision=precision, twice=True)
     return out, end
@@ -234,7 +244,9 @@ def backward(
     dv = v.shape[-1]
     need_decay = need_decay and decay is not None
     wide = need_decay and q.dtype != torch.bfloat16
-    chosen = chosen or tiling(q.dtype, max(dk, dv), q.device, chunk, wide)
+    chosen = chosen or backward_tiling(
+        q.dtype, max(dk, dv), q.device, chunk, wide, tokens=tokens, heads=batch * heads
+    )
     dq, dkeys, dvalues = like(q), like(k), like(v)
     dstart = empty_state(q, dk, dv) if need_start else None
     states = anchors = forth = back = None

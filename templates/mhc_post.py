@@ -15,6 +15,7 @@ from torch.library import wrap_triton
 
 from .dependent import in_turn, launched
 from .mhc_layout import divisor, load_streams, stride_divisor
+from .tilings import tunable
 
 
 @triton.jit
@@ -97,6 +98,7 @@ def post_kernel(
         tl.store(Q + slab + t, tl.sum(total, 0))
 
 
+@tunable("mhc_post", "post", "tokens hidden", scaled="BLOCK", warps="num_warps")
 def tile(n: int, itemsize: int) -> dict[str, Any]:
     """A program's BLOCK of every stream: 64 bytes per thread, 16 of 8 streams."""
     return {"BLOCK": (128 if n == 8 else 512) * (16 // itemsize), "num_warps": 4}
@@ -110,7 +112,10 @@ def post(
     [T, n, n] of any strides; q from ``squares_of`` gets the sums of its squares."""
     tokens, n, hidden = x.shape
     out = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
-    chosen = chosen or tile(n, x.element_size())
+    # Sums of squares have the same bits for any number of tokens.
+    if chosen is None and q is not None:
+        chosen = tile.rule(n, x.element_size())
+    chosen = chosen or tile(n, x.element_size(), tokens=tokens, hidden=hidden)
     slabs = (hidden + chosen["BLOCK"] - 1) // chosen["BLOCK"]
     if not isinstance(tokens, int) or tokens:
         launched(post_kernel, wrap_triton(post_kernel), x, (tokens * slabs,))(
@@ -125,6 +130,6 @@ def post(
 def squares_of(x: torch.Tensor, chosen: dict[str, Any] | None = None) -> torch.Tensor:
     """Memory for the sums of squares of X', [slabs, T]."""
     tokens, n, hidden = x.shape
-    chosen = chosen or tile(n, x.element_size())
+    chosen = chosen or tile.rule(n, x.element_size())
     slabs = (hidden + chosen["BLOCK"] - 1) // chosen["BLOCK"]
     return torch.empty((slabs, tokens), dtype=torch.float32, device=x.device)

@@ -26,6 +26,7 @@ from torch.library import wrap_triton
 
 from .mhc_sinkhorn_backward import block_of, held_rounds
 from .mhc_slopes import logits_kernel, split
+from .tilings import tunable
 
 
 @triton.jit
@@ -264,6 +265,7 @@ class Tile:
 _PROGRAMS = 1584  # four turns of three on each multiprocessor of an H200
 
 
+@tunable("mhc_pre", "backward", "tokens", scaled="tokens columns ranges")
 def tile(n: int, hidden: Any, dtype: torch.dtype) -> Tile:
     """The tile for residuals of n streams of ``hidden`` columns."""
     columns = 32 if n == 8 else 64
@@ -404,7 +406,7 @@ def backward(
         post_mult,
         powers,
     )
-    chosen = chosen or tile(n, hidden, x.dtype)
+    chosen = chosen or tile(n, hidden, x.dtype, tokens=tokens)
     ranges, length = ranges_of(tokens, chosen.ranges, chosen.tokens)
     dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
     parts = torch.empty((ranges, m, n * hidden), dtype=torch.float32, device=x.device)

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from .dependent import in_turn, launched
+from .tilings import tunable
 
 FEW = 1024  # tokens
 # Up to so many a program cuts its block of W itself, which is a launch less.
@@ -220,6 +221,10 @@ def splits(hidden: Any, x: torch.dtype, groups: int, log: int) -> int:
     return triton.cdiv(triton.cdiv(blocks, triton.cdiv(blocks, groups)), 1 << log)
 
 
+@tunable(
+    "mhc_pre", "projection", "tokens hidden",
+    scaled="BM", warps="num_warps", stages="num_stages", counted="LOG", flipped="BEFORE",
+)  # fmt: skip
 def tiling(tokens: Any, n: int, x: torch.dtype) -> dict[str, Any]:
     """BM tokens, 64 per four warps, and 2^LOG of GROUPS groups per program, LOG up to 3; whether
     W is cut into its parts BEFORE, once, also where a program could. Only GROUPS changes bits.
@@ -270,7 +275,7 @@ def partials(
 ) -> torch.Tensor:
     """P [S, T, columns] in fp32 of x [T, n, H], last dimension dense, and w."""
     tokens, n, hidden = x.shape
-    chosen = dict(chosen or tiling(tokens, n, x.dtype))
+    chosen = dict(chosen or tiling(tokens, n, x.dtype, hidden=hidden))
     # Where a group is one block, and all its parts of W fit into the registers.
     short = isinstance(hidden, int) and hidden <= chosen["GROUPS"] * block(x.dtype)
     wide = x.dtype == torch.bfloat16 and w.dtype != torch.bfloat16

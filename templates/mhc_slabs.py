@@ -18,6 +18,7 @@ from torch.library import wrap_triton
 from .dependent import in_turn, launched
 from .mhc_coefficients import put_comb, put_input, sigmoid, summed
 from .mhc_layout import divisor, load_streams, results, stride_divisor
+from .tilings import tunable
 
 CHUNK = tl.constexpr(512)  # partial sums that a program adds at a time
 TOKENS = 32  # whose coefficients one program makes
@@ -99,6 +100,7 @@ def slab_kernel(
             put_input(U + t * hidden, at, held[k], gates, at < hidden, N)
 
 
+@tunable("mhc_pre", "slabs", "tokens hidden", scaled="BLOCK HELD", warps="num_warps")
 def slab_tile(n: int, itemsize: int) -> dict[str, Any]:
     """HELD blocks of a slab, 16 bytes per thread, stream and block."""
     return {"BLOCK": 128 * (16 // itemsize), "HELD": max(1, 16 // n), "num_warps": 4}
@@ -112,7 +114,7 @@ def fuse(
     """(U, post, comb, mixes, sqrsum) from partials p [S, T, n (n + 2)] of the projection and q
     [S', T] of the sum of squares, few of each."""
     tokens, n, hidden = x.shape
-    chosen = chosen or slab_tile(n, x.element_size())
+    chosen = chosen or slab_tile(n, x.element_size(), tokens=tokens, hidden=hidden)
     out = results(x, p.shape[2])
     blocks, slab = (tokens + TOKENS - 1) // TOKENS, chosen["BLOCK"] * chosen["HELD"]
     slabs = (hidden + slab - 1) // slab

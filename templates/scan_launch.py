@@ -17,6 +17,7 @@ from torch.library import wrap_triton
 
 from . import scan, scan_logsumexp, scan_text
 from .scan_program import Program
+from .tilings import tunable
 
 Size = Any  # int or SymInt
 ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
@@ -107,6 +108,7 @@ def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+@tunable("scan", "scan", "lanes length", scaled="lanes time", flipped="ahead")
 def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
     """The tile for sizes like these, as measured on an H200 (benchmarks/NOTES.md)."""
     held = len(program.inputs) + len(program.states)  # values per position, more or less

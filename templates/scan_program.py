@@ -43,3 +43,12 @@ class Program:
     combine: str
     consume: str
     reverse: bool = False
+
+    @property
+    def kind(self) -> str:
+        """In a few words, for an entry of a plan."""
+        read, made = (
+            "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            for dtypes in ([given.dtype for given in self.inputs], self.outputs)
+        )
+        return f"{read}-to-{made}{'-reverse' if self.reverse else ''}"

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from .row_softmax import fold, highest, meet, row_start
+from .tilings import tunable
 
 LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
 
@@ -207,6 +208,7 @@ class Tile:
     stages: int
 
 
+@tunable("softmax", "rows", "columns rows", scaled="r", counted="held")
 def tile(columns: Any, itemsize: int, tensors: int, swept: int) -> Tile:
     """The tile for rows of ``tensors`` that are read, ``swept`` of them by both sweeps.
 
@@ -251,7 +253,7 @@ def forward(x: torch.Tensor, scale: float, log: bool, chosen: Tile | None = None
     """Softmax of ``scale x``, or its logarithm, over the rows of x [N, V], in the dtype of x."""
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    chosen = chosen or tile(columns, x.element_size(), 1, 1)
+    chosen = chosen or tile(columns, x.element_size(), 1, 1, rows=rows)
     wrap_triton(softmax_kernel)[(rows,)](
         x, y, x.stride(0), y.stride(0), columns, scale, LOG=log, **_layout(chosen, x, y)
     )
@@ -264,7 +266,7 @@ def backward(
     """The gradient of x from the result y of ``forward`` and its gradient g, all of one dtype."""
     rows, columns = y.shape
     dx = torch.empty((rows, columns), dtype=y.dtype, device=y.device)
-    chosen = chosen or tile(columns, y.element_size(), 2, 1 if log else 2)
+    chosen = chosen or tile(columns, y.element_size(), 2, 1 if log else 2, rows=rows)
     wrap_triton(softmax_backward_kernel)[(rows,)](
         y, g, dx, y.stride(0), g.stride(0), dx.stride(0), columns, scale, LOG=log,
         **_layout(chosen, y, g, dx),

@@ -13,6 +13,7 @@ from torch.library import wrap_triton
 from .attention_program import LOG2E
 from .dependent import launched
 from .sparse_attention import gather_kernel, merge_kernel
+from .tilings import tunable
 
 LARGEST = 512  # numbers of a value
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,6 +49,7 @@ def fits(q: torch.Tensor, dv: int) -> bool:
     return sizes and q.dtype in _DTYPES and q.shape[-1] * q.itemsize <= 1152
 
 
+@tunable("attention", "sparse", "lines topk", scaled="block heads", stages="stages")
 def tiling(dtype: torch.dtype, dim: int, heads: int) -> Tiling:
     """The tile for entries like these."""
     wide = 16 if heads <= 16 else 32
@@ -85,7 +87,7 @@ def attend(
         return out, lse
     q, kv, indices = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, kv, indices))
     lines, strides = batch * tokens, out.stride()[:3]
-    chosen = chosen or tiling(q.dtype, dim, heads)
+    chosen = chosen or tiling(q.dtype, dim, heads, lines=lines, topk=topk)
     of_heads = triton.cdiv(heads, chosen.heads)
     splits = chosen.splits or _splits(lines * of_heads, topk, chosen.block, q.device)
     part = triton.cdiv(triton.cdiv(topk, splits), chosen.block) * chosen.block

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from inductor_ext.compat import under_functorch
+from inductor_ext.ops._opaque import traced_op
 from inductor_ext.ops._scan import _backward
 from inductor_ext.ops._scan_gradients import gradient
 
 
-@triton_op("inductor_ext::cumprod", mutates_args=())
+@traced_op("inductor_ext::cumprod")
 def cumprod(x: Tensor, dim: int) -> Tensor:
     """The cumulative product of floating-point numbers along ``dim`` >= 0: in a traced graph
     torch's own, with this gradient."""

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from inductor_ext import compat_launch
 from inductor_ext.compat import float32_precision, in_aot_mode, under_functorch
 from inductor_ext.ops import _mhc_backward as backward
 from inductor_ext.ops import _mhc_checks as checks
 from inductor_ext.ops import _mhc_composed as composed
-from inductor_ext.ops._opaque import opaque_op
+from inductor_ext.ops._opaque import opaque_op, traced_op
 from inductor_ext.templates import mhc_post as post_kernels
 from inductor_ext.templates import mhc_pre as pre_kernels
 from inductor_ext.templates.mhc_projection import FEW
@@ -90,7 +89,7 @@ def _pre_of(X: Tensor, squares: Tensor | None, powers: bool, *given: Any) -> Any
         return pre_kernels.pre(X, *given, float32_precision(), squares, powers)
 
 
-@triton_op("inductor_ext::mhc_pre", mutates_args=())
+@traced_op("inductor_ext::mhc_pre")
 def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, iters: int, rms_eps: float, pre_eps: float,
     sinkhorn_eps: float, post_mult: float, powers: bool = False,
@@ -102,7 +101,7 @@ def _pre(
     return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), None, powers, W, scale, base, *options))
 
 
-@triton_op("inductor_ext::mhc_pre_from_mixes", mutates_args=())
+@traced_op("inductor_ext::mhc_pre_from_mixes")
 def _from_mixes(
     mixes: Tensor, sqrsum: Tensor | None, X: Tensor, scale: Tensor, base: Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, powers: bool = False,
@@ -116,7 +115,7 @@ def _from_mixes(
     return _leading(X.shape[:-2], found[:3])
 
 
-@triton_op("inductor_ext::mhc_post", mutates_args=())
+@traced_op("inductor_ext::mhc_post")
 def _post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     checks.check_post(X, Y, post, comb)
     if not kernels_apply(X):
@@ -126,7 +125,7 @@ def _post(X: Tensor, Y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return found.reshape(X.shape)
 
 
-@triton_op("inductor_ext::mhc_post_pre", mutates_args=())
+@traced_op("inductor_ext::mhc_post_pre")
 def _post_pre(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor,
     iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
@@ -149,7 +148,7 @@ def _post_pre(
     return X1.reshape(X.shape), *_leading(X.shape[:-2], found)
 
 
-@triton_op("inductor_ext::mhc_collapse", mutates_args=())
+@traced_op("inductor_ext::mhc_collapse")
 def _collapse(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +162,7 @@ def _collapse(
         return _leading(X.shape[:-2], pre_kernels.collapse(*given))
 
 
-@triton_op("inductor_ext::sinkhorn", mutates_args=())
+@traced_op("inductor_ext::sinkhorn")
 def _sinkhorn(logits: Tensor, iters: int, eps: float, powers: bool = False) -> Tensor:
     if not kernels_apply(logits):
         return _rounded_sinkhorn(logits, iters, eps, powers)

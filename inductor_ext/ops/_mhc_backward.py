@@ -21,11 +21,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from inductor_ext.compat import under_functorch
 from inductor_ext.ops._composed import wide
 from inductor_ext.ops._mhc_composed import shares, without_autocast
+from inductor_ext.ops._opaque import traced_op
 from inductor_ext.ops._rows import is_zero
 from inductor_ext.templates import mhc_post_backward as post_kernels
 from inductor_ext.templates import mhc_pre_backward as pre_kernels
@@ -45,7 +45,7 @@ def shapes_apply(X: Tensor) -> bool:
     return not under_functorch() and not is_zero(X.numel())
 
 
-@triton_op("inductor_ext::mhc_pre_backward", mutates_args=())
+@traced_op("inductor_ext::mhc_pre_backward")
 def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
     dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None, iters: int, rms_eps: float,
@@ -57,14 +57,14 @@ def _pre(
     )  # fmt: skip
 
 
-@triton_op("inductor_ext::mhc_post_backward", mutates_args=())
+@traced_op("inductor_ext::mhc_post_backward")
 def _post(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, dX1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return post_kernels.backward(X, Y, post, comb, dX1)
 
 
-@triton_op("inductor_ext::mhc_post_pre_backward", mutates_args=())
+@traced_op("inductor_ext::mhc_post_pre_backward")
 def _post_pre(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, X1: Tensor, W: Tensor, scale: Tensor,
     base: Tensor, mixes1: Tensor, sqrsum1: Tensor, dX1: Tensor | None, dU: Tensor | None,
@@ -78,7 +78,7 @@ def _post_pre(
     return *post_kernels.backward(X, Y, post, comb, total), *rest
 
 
-@triton_op("inductor_ext::mhc_collapse_backward", mutates_args=())
+@traced_op("inductor_ext::mhc_collapse_backward")
 def _collapse(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
     dU: Tensor | None, dmixes: Tensor | None, dsqrsum: Tensor | None, rms_eps: float,
@@ -89,7 +89,7 @@ def _collapse(
     )
 
 
-@triton_op("inductor_ext::sinkhorn_backward", mutates_args=())
+@traced_op("inductor_ext::sinkhorn_backward")
 def _sinkhorn(
     logits: Tensor, dcomb: Tensor, iters: int, eps: float, powers: bool = False
 ) -> Tensor:

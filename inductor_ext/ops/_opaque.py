@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from inductor_ext import compat_launch
+from inductor_ext.templates import tilings
 
 
 def opaque_op(
@@ -24,11 +26,39 @@ def opaque_op(
         @functools.wraps(fn)
         def launching(*args: Any, **kwargs: Any) -> Any:
             with compat_launch.direct_launches():
+                if tilings.watcher is not None and not mutates_args:
+                    return tilings.watcher.operation(name, fn, args)
                 return fn(*args, **kwargs)
 
         schema = torch.library.infer_schema(fn, mutates_args=mutates_args)
         return torch.library.custom_op(
             name, launching, mutates_args=mutates_args, schema=schema, tags=tags
         )
+
+    return define
+
+
+def traced_op(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """``torch.library.triton_op`` of a function that changes no argument.
+
+    While launches are watched it is left whole, so that it runs on tensors that exist.
+    """
+
+    def define(fn: Callable[..., Any]) -> Any:
+        @functools.cache
+        def whole() -> Any:
+            op = opaque_op(f"{name}_whole")(fn)
+            op.register_fake(fn)
+            return op
+
+        @functools.wraps(fn)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if tilings.watcher is not None and tilings.watcher.whole:
+                return whole()(*args, **kwargs)
+            return fn(*args, **kwargs)
+
+        # The schema is read off it, and names in annotations are the other module's.
+        traced.__signature__ = inspect.signature(fn, eval_str=True)  # type: ignore[attr-defined]
+        return torch.library.triton_op(name, traced, mutates_args=())
 
     return define

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.library import triton_op
 
 from inductor_ext import compat
 from inductor_ext.ops import _composed as composed
+from inductor_ext.ops._opaque import traced_op
 from inductor_ext.templates import cross_entropy_launch as launch
 from inductor_ext.templates.cross_entropy_launch import DENSE, INDEX, NONE, SPARSE, Loss
 
@@ -100,7 +100,7 @@ def unpacked(loss: Loss) -> tuple[int, int, float, float, float, float, bool]:
     )  # fmt: skip
 
 
-@triton_op("inductor_ext::cross_entropy_forward", mutates_args=())
+@traced_op("inductor_ext::cross_entropy_forward")
 def _forward(
     x: Tensor, target: Tensor | None, q: Tensor | None, weight: Tensor | None, kind: int,
     ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float, mean: bool,
@@ -109,7 +109,7 @@ def _forward(
     return launch.forward(loss, x, target, q, weight)
 
 
-@triton_op("inductor_ext::cross_entropy_backward", mutates_args=())
+@traced_op("inductor_ext::cross_entropy_backward")
 def _backward(
     g: Tensor, g_lse: Tensor | None, x: Tensor, target: Tensor | None, q: Tensor | None,
     weight: Tensor | None, stats: Tensor, counts: Tensor, kind: int, ignore_index: int,
@@ -119,7 +119,7 @@ def _backward(
     return launch.backward(loss, g, g_lse, x, target, q, weight, stats, counts)
 
 
-@triton_op("inductor_ext::cross_entropy_forward_backward", mutates_args=())
+@traced_op("inductor_ext::cross_entropy_forward_backward")
 def _forward_backward(
     x: Tensor, target: Tensor | None, q: Tensor | None, weight: Tensor | None, kind: int,
     ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float, mean: bool,

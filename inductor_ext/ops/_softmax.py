@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from inductor_ext.compat import under_functorch
 from inductor_ext.ops._cross_entropy import check_dtype
+from inductor_ext.ops._opaque import traced_op
 from inductor_ext.ops._rows import beside, is_zero, kernels_apply
 from inductor_ext.templates import softmax as kernels
 from inductor_ext.templates import softmax_split as split
 
 
-@triton_op("inductor_ext::softmax_forward", mutates_args=())
+@traced_op("inductor_ext::softmax_forward")
 def _forward(x: Tensor, scale: float, log: bool) -> Tensor:
     if not kernels_apply(x):  # a program for a card that is run without one
         return _composed(x, scale, log)
@@ -24,7 +24,7 @@ def _forward(x: Tensor, scale: float, log: bool) -> Tensor:
     return chosen.forward(x, scale, log)
 
 
-@triton_op("inductor_ext::softmax_backward", mutates_args=())
+@traced_op("inductor_ext::softmax_backward")
 def _backward(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
     if not kernels_apply(y):
         return _composed_gradient(y, g, scale, log)

@@ -34,7 +34,7 @@ def with_tile(tile, few=0):
         for name in ("fused_tile", "read_tile", "gradient_tile"):
             held = tile.held if name == "fused_tile" else 0
             own = launch.Tile(tile.r, tile.warps, held, tile.stages)
-            patch.setattr(launch, name, lambda *_, own=own: own)
+            patch.setattr(launch, name, lambda *_, own=own, **__: own)
         patch.setattr(launch, "_FEW", few)
         yield
 

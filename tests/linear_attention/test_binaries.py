@@ -88,7 +88,7 @@ def test_what_a_pipelined_product_reads_is_read_by_nothing_else(decay, monkeypat
     """Triton 3.6 overwrites it too early: wrong on a full card, right in the interpreter."""
     texts = []
     monkeypatch.setattr(launches, "describe", lambda compiled, name: texts.append(compiled.asm))
-    monkeypatch.setattr(launch, "tiling", lambda *_: launch.Tiling(64, 64, 4, 3))
+    monkeypatch.setattr(launch, "tiling", lambda *_, **__: launch.Tiling(64, 64, 4, 3))
     binaries(decay, 128, BF16)
     found = [pipelined(text["ttgir"]) for text in texts]
     assert all(len(kinds) == 1 for buffers in found for kinds in buffers.values())

@@ -38,7 +38,9 @@ def kernels(ranges=2):
     with launches_interpreted(*modules), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "kernels_apply", backward.shapes_apply)
         patch.setattr(mhc_pre_backward, "_SHORTEST", 1)
-        patch.setattr(mhc_pre_backward, "tile", lambda n, *_: cut(16, 64, 2, ranges, 4, n // 2))
+        patch.setattr(
+            mhc_pre_backward, "tile", lambda n, *_, **__: cut(16, 64, 2, ranges, 4, n // 2)
+        )
         torch.use_deterministic_algorithms(True)
         try:
             yield

@@ -198,7 +198,7 @@ def test_a_token_has_the_same_bits_among_any_number(on_cpu, monkeypatch):
         same | {"BM": rows, "LOG": log, "BEFORE": before}
         for rows, log, before in [(64, 0, False), (128, 2, True), (64, 1, True), (64, 3, False)]
     )
-    monkeypatch.setattr(mhc_projection, "tiling", lambda *_: next(tilings))
+    monkeypatch.setattr(mhc_projection, "tiling", lambda *_, **__: next(tilings))
     runs = []
     for first, last in [(66, 67), (0, 70), (63, 70), (66, 67)]:
         part = slice(first, last)

@@ -1,12 +1,13 @@
 """The plans that are shipped: in order, and each choice is one that can be emitted."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 import inductor_ext
-from inductor_ext import active_plan, plan_file, plans
+from inductor_ext import active_plan, plan_file, planned_launches, plans
 from inductor_ext.plan import Plan
 from inductor_ext.testing import compile_for
 
@@ -29,10 +30,9 @@ def test_it_is_in_order_and_says_how_it_was_made(path):
     assert plan.command and plan.entries and active_plan.shipped(plan.card) is not None
     for entry in plan.entries:
         for box in entry.boxes:
-            # Never behind stock where it was measured.
-            assert all(
-                us[box.choice] <= us.get("stock", us[box.choice]) for us in box.times.values()
-            )
+            # Never behind stock, or the rule's tiling, where it was measured.
+            for us, default in itertools.product(box.times.values(), ("stock", "heuristic")):
+                assert us[box.choice] <= us.get(default, us[box.choice])
 
 
 @pytest.mark.codegen
@@ -40,6 +40,8 @@ def test_it_is_in_order_and_says_how_it_was_made(path):
 def test_every_choice_is_emitted(path):
     inductor_ext.load_plan(path, force=True)
     for entry in Plan.load(path).entries:
+        if entry.key.lowering != "decompose_k":
+            continue
         fn, args = product_of(entry)
         code = compile_for(path.stem, fn, *args, dynamic={0: {0: (2, 16384)}})
         (decision,) = code.decisions
@@ -47,3 +49,41 @@ def test_every_choice_is_emitted(path):
             ((_, (lo, hi)),) = box.bounds
             found = {r.chosen for r in decision.ranges if r.lo <= hi and r.hi >= max(lo, 2)}
             assert found == ({box.choice} if hi >= 2 else set()), (box, decision.ranges)
+
+
+def problem_of(entry, launch, sizes):
+    """(facts, the other sizes) of an entry's launch; None where a program is among them."""
+    words = entry.key.layout.split(",")
+    facts = []
+    for name, parameter in launch.signature.parameters.items():
+        kind = str(parameter.annotation)
+        if "Program" in kind:
+            return None
+        fact = sizes.get(name)
+        if "device" in kind:
+            fact = torch.device("cpu")
+        elif "dtype" in kind:
+            fact = getattr(torch, entry.key.dtype)
+        elif kind == "bool":
+            fact = name in words
+        facts.append(fact)
+    flags = [w for w in words if w not in launch.signature.parameters]
+    more = [n for n in launch.sizes if n not in launch.signature.parameters]
+    return facts, {n: sizes[n] if n in sizes else flags[0] for n in more}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_tiling_is_a_candidate_where_it_was_measured(path):
+    looked_up = 0
+    for entry in Plan.load(path).entries:
+        launch = planned_launches.launches().get((entry.key.lowering, entry.key.op))
+        for box in entry.boxes if launch is not None else ():
+            for point in box.times:
+                at = dict(zip([n for n, _ in box.bounds], map(int, point.split(",")), strict=True))
+                problem = problem_of(entry, launch, dict(entry.key.sizes) | at)
+                if problem is not None:
+                    key = planned_launches.key_of(launch, *problem)
+                    assert Plan.load(path).find(key, {}) == box
+                    assert box.choice in ("heuristic", *launch.candidates(*problem)), (entry, at)
+                    looked_up += 1
+    assert looked_up

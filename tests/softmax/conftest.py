@@ -23,7 +23,7 @@ def on_cpu(tile):
     """
     with launches_interpreted(softmax, softmax_split), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_softmax, "kernels_apply", _rows.shapes_apply)
-        patch.setattr(softmax, "tile", lambda *_: tile)
+        patch.setattr(softmax, "tile", lambda *_, **__: tile)
         patch.setattr(softmax_split, "applies", lambda x: tile is None)
         yield
 

@@ -1,0 +1,195 @@
+"""Which tiling a launch takes: that of its rule, or the one that a plan names for the problem.
+
+``@tunable`` stands on the rule of a launch and is all that a kernel needs for plans and ``tune`` to
+cover it. The rule is called as before; keyword arguments that it doesn't have are sizes that only
+plans know of. Tilings are dataclasses or dicts of numbers, flags and words; the name of one is its
+text, "block_m=64,block_n=128,warps=4". A problem has as candidates the rule's own tiling and its
+neighbours, which differ from it in one field by one step: nothing else is ever launched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+HEURISTIC = "heuristic"  # the choice that leaves a launch to its rule
+
+_MOST = 4096  # problems kept of a launch
+
+LAUNCHES: dict[tuple[str, str], Tunable] = {}
+
+
+class Watcher(Protocol):
+    """Who sees every launch of the process, for ``tune`` and ``explain``; ``whole``: operations
+    that are traced stay whole, so that they run on tensors that exist."""
+
+    whole: bool
+
+    def operation(self, name: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run an operation, whose launches are met inside."""
+
+    def met(self, launch: Tunable, facts: tuple[Any, ...], given: dict[str, Any]) -> Any | None:
+        """The tiling to take, None: what is taken without a watcher."""
+
+
+# The tiling that a plan in force names for a problem; None: the rule decides.
+plans: Callable[[Tunable, tuple[Any, ...], dict[str, Any]], Any | None] | None = None
+watcher: Watcher | None = None
+
+
+def forget() -> None:
+    """Decide everything anew: other plans are in force."""
+    for launch in LAUNCHES.values():
+        launch.forget()
+
+
+class Tunable:
+    """A rule whose answers plans can overrule; called as the rule is."""
+
+    def __init__(
+        self, rule: Callable[..., Any], lowering: str, op: str, sizes: str, fields: dict[str, str]
+    ) -> None:
+        self.rule, self.lowering, self.op, self.fields = rule, lowering, op, fields
+        self.signature = inspect.signature(rule)
+        self.sizes = tuple(sizes.split())
+        self._more = tuple(n for n in self.sizes if n not in self.signature.parameters)
+        self._kept: dict[Any, Any] = {}  # by problem: looking up is faster than most rules
+        self.__doc__, self.__name__ = rule.__doc__, rule.__name__
+
+    def __call__(self, *facts: Any, **given: Any) -> Any:
+        if watcher is not None and (chosen := watcher.met(self, facts, given)) is not None:
+            return chosen
+        problem = (*facts, *given.values())
+        try:
+            return self._kept[problem]
+        except KeyError:
+            pass
+        except TypeError:  # a symbolic size, of which nobody knows the value
+            return self.ruled(facts, given)
+        if len(self._kept) >= _MOST:
+            self._kept.clear()
+        planned = None if plans is None else plans(self, facts, given)
+        chosen = self.ruled(facts, given) if planned is None else planned
+        self._kept[problem] = chosen
+        return chosen
+
+    def forget(self) -> None:
+        """Decide anew: other plans are in force."""
+        self._kept.clear()
+
+    def ruled(self, facts: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+        """What the rule says."""
+        return self.rule(*facts, **{n: v for n, v in given.items() if n not in self._more})
+
+    def candidates(self, facts: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Tilings of a problem by name, the rule's first."""
+        ruled = self.ruled(facts, given)
+        found = {name_of(ruled): ruled}
+        for field, how in self.fields.items():
+            for value in _STEPS[how](_items(ruled)[field]):
+                one = _replaced(ruled, field, value)
+                found[name_of(one)] = one
+        return found
+
+    def problem(
+        self, facts: tuple[Any, ...], given: Mapping[str, Any]
+    ) -> tuple[str, str, dict[str, int]]:
+        """(dtype, kind, sizes by name) of a problem, as plans name them."""
+        own = {n: v for n, v in given.items() if n not in self._more}
+        bound = self.signature.bind(*facts, **own)
+        bound.apply_defaults()
+        dtypes, words, sizes = [], [], {}
+        for name, fact in bound.arguments.items():
+            if isinstance(fact, torch.dtype):
+                dtypes.append(str(fact).removeprefix("torch."))
+            elif isinstance(fact, bool):
+                words += [name] if fact else []
+            elif isinstance(fact, (int, torch.SymInt)):
+                sizes[name] = fact
+            elif not isinstance(fact, torch.device):  # a plan is one card's
+                words.append(_word(fact))
+        for name in self._more:
+            if isinstance(given.get(name), str):
+                words.append(given[name])
+            elif name in given:
+                sizes[name] = given[name]
+        return ",".join(dtypes) or "any", ",".join(words) or "any", sizes
+
+    def fault(self, name: str) -> str:
+        """Why no tiling can have such a name, as far as that can be told without a problem."""
+        parts = [part.partition("=") for part in name.split(",")]
+        changed = [field for field, _, _ in parts]
+        if len(set(changed)) < len(parts) or not all(eq and value for _, eq, value in parts):
+            return "it is no tiling, which is written field=value,field=value"
+        for field in self.fields:
+            if field not in changed:
+                return f"it names no {field}"
+        return ""
+
+
+_STEPS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "scaled": lambda n: (n // 2, 2 * n) if n > 1 else (2,) if n else (),
+    "warps": lambda n: tuple(m for m in (n // 2, 2 * n) if 1 <= m <= 16),
+    "stages": lambda n: (n - 1, n + 1) if n > 1 else (),
+    "counted": lambda n: (n - 1, n + 1) if n else (1,),
+    "flipped": lambda flag: (not flag,),
+}
+
+
+def tunable(
+    lowering: str, op: str, sizes: str = "", *, scaled: str = "", warps: str = "warps",
+    stages: str = "", counted: str = "", flipped: str = "",
+) -> Callable[..., Tunable]:  # fmt: skip
+    """Let plans overrule a rule.
+
+    ``op`` names the launch among those of its lowering, ``sizes`` what tells problems apart besides
+    the rule's own arguments (numbers, or words). The fields of a tiling by which a neighbour
+    differs: ``scaled`` and ``warps`` by a factor of 2, ``stages`` and ``counted`` by 1, ``flipped``
+    are flags. Where a rule says one stage it may have to be one: that is never raised.
+    """
+    kinds = {
+        "scaled": scaled, "warps": warps, "stages": stages, "counted": counted, "flipped": flipped
+    }  # fmt: skip
+    fields = {field: how for how, names in kinds.items() for field in names.split()}
+
+    def wrap(rule: Callable[..., Any]) -> Tunable:
+        launch = Tunable(rule, lowering, op, sizes, fields)
+        LAUNCHES[lowering, op] = launch
+        return launch
+
+    return wrap
+
+
+def _items(tiling: Any) -> dict[str, Any]:
+    if isinstance(tiling, dict):
+        return tiling
+    return {f.name: getattr(tiling, f.name) for f in dataclasses.fields(tiling)}
+
+
+def name_of(tiling: Any) -> str:
+    """A tiling as text."""
+    return ",".join(
+        f"{field}={int(value) if isinstance(value, bool) else value}"
+        for field, value in _items(tiling).items()
+    )
+
+
+def _replaced(tiling: Any, field: str, value: Any) -> Any:
+    if isinstance(tiling, dict):
+        return {**tiling, field: value}
+    return dataclasses.replace(tiling, **{field: value})
+
+
+@functools.lru_cache(maxsize=1024)
+def _word(fact: Any) -> str:
+    """A fact that is no number: programs have a ``kind``, and are told apart by their text."""
+    if isinstance(fact, str):
+        return fact
+    digest = hashlib.sha256(repr(fact).encode()).hexdigest()[:8]
+    return f"{getattr(fact, 'kind', type(fact).__name__)}-{digest}"

@@ -1,0 +1,268 @@
+"""Plans and ``tune`` on what operations launch: an operation that runs on the CPU stands for all.
+
+Its "kernel" is torch code that takes the tiling it was given; only times are made up.
+"""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from inductor_ext.templates import tilings
+from inductor_ext.templates.tilings import HEURISTIC
+
+import inductor_ext
+from inductor_ext import (
+    active_plan,
+    choosing,
+    plan_file,
+    planned_launches,
+    registry,
+    tuning_launches,
+)
+from inductor_ext.ops._opaque import opaque_op, traced_op
+from inductor_ext.plan import Box, Plan, PlanError
+from inductor_ext.plan_cli import main as plan_command
+from inductor_ext.testing import compile_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    block: int
+    warps: int = 4
+    fast: bool = False
+
+
+@tilings.tunable("softmax", "test", "rows", scaled="block", flipped="fast")
+def tiling(columns, dtype):
+    return Tiling(64 if columns < 100 else 128)
+
+
+launched = []
+
+
+def run(x, factor):
+    chosen = tiling(x.shape[1], x.dtype, rows=x.shape[0])
+    launched.append(chosen)
+    assert chosen.block != 32, "a candidate that fails"
+    return x * (factor + chosen.fast)  # and one that is wrong
+
+
+@opaque_op("inductor_ext_test::doubled")
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return run(x, 2)
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@doubled.register_autograd
+def _(ctx, g):
+    return doubled(g[:, :4]).repeat(1, 2)  # a problem of its own
+
+
+@traced_op("inductor_ext_test::tripled")
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return run(x, 3)
+
+
+BEST = "block=128,warps=4,fast=0"
+
+
+def times(key, sizes, names):
+    """The larger block wins beyond 100 rows."""
+    fast = 5.0 if sizes["rows"] > 100 else 12.0
+    return {n: fast if n == BEST else 10.0 if n == HEURISTIC else 11.0 for n in names}
+
+
+def tune(fn, *args, timer=times, **kwargs):
+    kwargs = {"dims": {"x.0": (1, 512)}, **kwargs}
+    return inductor_ext.tune(fn, *args, progress=False, _measure=timer, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    launched.clear()
+    yield
+    tilings.forget()
+
+
+@pytest.fixture
+def plan(make_plan):
+    """Made by hand: the larger block for 97 to 512 rows of 8."""
+    boxes = (
+        Box((("rows", (1, 96)),), HEURISTIC, {"4": {HEURISTIC: 10.0, BEST: 12.0}}),
+        Box((("rows", (97, 512)),), BEST, {"128": {HEURISTIC: 10.0, BEST: 5.0}}),
+    )
+    how = {"lowering": "softmax", "op": "test", "dtype": "float32", "layout": "any"}
+    return make_plan(*boxes, **how, columns=8)
+
+
+def test_names_are_read_back_and_neighbours_differ_in_one_step():
+    found = tiling.candidates((8, torch.float32), {"rows": 4})
+    assert list(found) == [
+        "block=64,warps=4,fast=0", "block=32,warps=4,fast=0", BEST, "block=64,warps=2,fast=0",
+        "block=64,warps=8,fast=0", "block=64,warps=4,fast=1",
+    ]  # fmt: skip
+    for name, one in found.items():
+        assert tilings.name_of(one) == name
+    assert all(not launch.fault(n) for launch in planned_launches.launches().values()
+               for n in _names(launch))  # fmt: skip
+
+
+def _names(launch):
+    """A name with every field that can vary."""
+    return [",".join(f"{field}=1" for field in launch.fields)]
+
+
+@pytest.mark.parametrize("op", [doubled, tripled], ids=["opaque", "traced"])
+def test_ranges_of_a_launch(op):
+    def fn(x):
+        return op(x).sum(-1)
+
+    (entry,) = tune(fn, torch.randn(16, 8)).entries
+    assert str(entry.key) == "softmax test float32 any columns=8"
+    low, high = entry.boxes
+    edge = low.bounds[0][1][1]
+    assert (low.choice, high.choice) == (HEURISTIC, BEST) and 88 <= edge <= 112
+    assert [str(b) for b in entry.boxes] == [f"rows=1..{edge}", f"rows={edge + 1}..512"]
+    assert all(set(us) == {HEURISTIC, BEST} for us in high.times.values())
+
+
+def test_a_backward_is_tuned_where_an_argument_has_a_gradient():
+    def fn(x):
+        return doubled(x)
+
+    forward = tune(fn, torch.randn(16, 8))
+    both = tune(fn, torch.randn(16, 8, requires_grad=True))
+    columns = [[dict(e.key.sizes)["columns"] for e in p.entries] for p in (forward, both)]
+    assert columns == [[8], [8, 4]]
+
+
+def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch):
+    compared = []
+
+    def compare(candidates, inputs, **_):
+        compared.append(set(candidates))
+        return {}
+
+    monkeypatch.setattr(inductor_ext.measure, "compare", compare)
+    monkeypatch.setattr(inductor_ext.measure, "require_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
+    with pytest.raises(ValueError, match=r"no site depends on 'x\.0', nor"):  # none timed
+        tune(lambda x: doubled(x), torch.randn(16, 8), timer=None)
+    right = {HEURISTIC, BEST, "block=64,warps=2,fast=0", "block=64,warps=8,fast=0"}
+    assert compared and all(names == right for names in compared)
+
+
+def test_a_plan_chooses_by_the_sizes_and_explain_says_so(plan):
+    x = torch.randn(300, 8)
+    doubled(x)
+    inductor_ext.load_plan(plan, force=True)
+    doubled(x), doubled(x[:40]), doubled(x[:, :4])
+    inductor_ext.unload_plan()
+    doubled(x)
+    assert [one.block for one in launched] == [64, 128, 64, 64, 64]
+
+    inductor_ext.load_plan(plan, force=True)
+    explained = {}
+    for name, rows in (("covered", x), ("not", x.repeat(2, 1))):
+        (explained[name],) = inductor_ext.explain(lambda x: doubled(x), rows).launches
+    assert (explained["covered"].source, explained["covered"].chosen) == ("plan", BEST)
+    assert [c.us for c in explained["covered"].candidates] == [10.0, 5.0]
+    assert explained["not"].source == HEURISTIC
+    assert explained["not"].reason.startswith("not in the plan: rows=600 lies in none of its range")
+    assert "launch test" in str(inductor_ext.explain(lambda x: doubled(x), x))
+
+
+def test_a_plan_is_part_of_the_cache_key(plan):
+    before = registry.revision()
+    inductor_ext.load_plan(plan, force=True)
+    assert registry.revision() != before
+
+
+def test_an_unknown_candidate_is_refused_with_its_line(plan, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    for name, why in (
+        ("block=128,warps", "is no tiling"),
+        ("block=128,warps=4", "it names no fast"),
+        ("fastest", "is no tiling"),
+    ):
+        path.write_text(plan_file.dump(plan).replace(f'"choice": "{BEST}"', f'"choice": "{name}"'))
+        with pytest.raises(PlanError, match=rf"line 13: softmax test has no .*{why}"):
+            Plan.load(path)
+        assert plan_command(["check", str(path)]) == 1
+    # What is no neighbour of the rule's tiling is launched nowhere, and explain says so.
+    odd = "block=4096,warps=4,fast=0"
+    path.write_text(plan_file.dump(plan).replace(f'"choice": "{BEST}"', f'"choice": "{odd}"'))
+    inductor_ext.load_plan(path, force=True)
+    doubled(torch.randn(300, 8))
+    assert launched[-1].block == 64
+    (found,) = inductor_ext.explain(lambda x: doubled(x), torch.randn(300, 8)).launches
+    assert found.source == HEURISTIC and f"names {odd}, which is no candidate" in found.reason
+
+
+def test_plans_of_launches_merge_and_differ(plan, tmp_path, capsys):
+    newer = dataclasses.replace(plan.entries[0], measured="2026-02-01T00:00:00Z",
+                                boxes=(Box((("rows", (257, 512)),), HEURISTIC, {}),))  # fmt: skip
+    other = dataclasses.replace(plan, entries=(newer,))
+    both = plan.merge(other)
+    assert [(str(b), b.choice) for b in both.entries[0].boxes] == [
+        ("rows=1..96", HEURISTIC), ("rows=97..256", BEST), ("rows=257..512", HEURISTIC),
+    ]  # fmt: skip
+    (change,) = [c for c in plan.diff(both) if c.after]
+    assert (change.where, change.before, change.after) == ("rows=257..512", BEST, HEURISTIC)
+    both.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["format"] == 1
+    assert Plan.load(tmp_path / "plan.json") == both
+    assert plan_command(["show", str(tmp_path / "plan.json")]) == 0
+    assert BEST in capsys.readouterr().out
+
+
+def test_the_cost_of_a_look_up_does_not_grow(plan):
+    """As many problems as there are sizes: what is kept is bounded."""
+    inductor_ext.load_plan(plan, force=True)
+    for rows in range(5000):
+        tiling(8, torch.float32, rows=rows)
+    assert len(tiling._kept) <= 4096
+    assert active_plan.speak_of("softmax", "test")
+
+
+def test_a_choice_is_never_behind_the_rule_where_it_was_measured():
+    """Better by a lot nearly everywhere, and behind at a size in between."""
+
+    def timer(key, sizes, names):
+        mine = 10.1 if sizes["rows"] == 64 else 5.0
+        return {n: mine if n == BEST else 10.0 for n in names}
+
+    (entry,) = tune(lambda x: doubled(x), torch.randn(16, 8), timer=timer).entries
+    assert entry.box_at({"rows": 64}).choice == HEURISTIC
+    assert {entry.box_at({"rows": n}).choice for n in (1, 256, 512)} == {BEST}
+    for box in entry.boxes:
+        assert all(us[box.choice] <= us[HEURISTIC] for us in box.times.values())
+    bounds = [b.bounds[0][1] for b in entry.boxes]
+    assert all(b[0] == a[1] + 1 for a, b in itertools.pairwise(bounds))
+
+
+@pytest.mark.codegen
+def test_a_scan_of_a_graph_is_an_operation_while_it_is_tuned():
+    """So that its launch is met when it runs, and not while it is traced."""
+
+    def fn(x):
+        return torch.cumsum(x.exp(), -1) * 2
+
+    x = torch.empty(64, 16384)
+    recorder = tuning_launches._Recorder(keep=False)
+    # As ``tune`` compiles it, by which sites are left to stock.
+    with planned_launches.watched(recorder), choosing.recording(lambda *_: None):
+        code = compile_for("h200", fn, x, dynamic={0: {0: (16, 8192)}})
+    assert code.extern_calls == ["torch.ops.inductor_ext.fused_scan.default"]
+    assert not code.kernels  # what is pointwise is in its program
+    with planned_launches.explained() as launches:
+        code = compile_for("h200", fn, x)
+    (found,) = launches.values()
+    assert found.lowering == "scan" and "lanes=64 length=16384" in found.sites
+    assert code.kernels and not code.extern_calls
