@@ -70,7 +70,8 @@ def attention(
         dropout: probability with which a weight is 0, the others scaled up: 0, or of 2^-10 to
             1 - 2^-10 in steps of 2^-16. Each call takes a seed from torch's generator; what is
             dropped follows from it and from places (Philox4x32-7), so that nothing is stored for
-            the backward. It is not what ``F.dropout`` would drop. lse is that of all scores.
+            the backward. It is not what ``F.dropout`` would drop. lse is that of all scores. Where
+            nothing else is asked for but ``causal``, SDPA's own dropout.
         return_lse: return the log-sum-exp of the scores (with ``sink``), natural logarithm.
         return_colsum: return the sum of the weights that each key got, over the rows and the heads
             of its group. Not with ``dropout``. No gradients pass through it.
