@@ -312,14 +312,18 @@ class _Backward:
         size = self.padded, triton.cdiv(self.columns, ROWS) * ROWS
         most = PAIR_BYTES // (size[0] * size[1] * sum(t.element_size() for t in pairs.values()))
         whole = (self.batches, self.heads, *size)
-        if all(t.shape == whole for t in pairs.values()):  # nothing is summed
+        in_place = all(t.shape == whole for t in pairs.values())  # nothing is summed
+        if in_place:
             most = self.batches * self.heads
         parts = self._parts(pairs, max(1, most))
         totals = {i: self._total(i, t, parts[0]) for i, t in pairs.items()}
+        most = math.prod(s.stop - s.start for s in parts[0])
+        held = {i: t.new_empty((most, *size)) for i, t in pairs.items() if not in_place}
         for part in parts:
             heads = [s.stop - s.start for s in part]
             some = {
-                i: t if t.shape == whole else t.new_empty((*heads, *size)) for i, t in pairs.items()
+                i: t if in_place else held[i][: math.prod(heads)].unflatten(0, heads)
+                for i, t in pairs.items()
             }
             if form.stored:
                 block = [chosen.block_m, chosen.block_n]
@@ -336,7 +340,7 @@ class _Backward:
             }  # fmt: skip
             self._launch(kernel, tiles * math.prod(heads), values, chosen)
             for i, found in some.items():
-                if found is not pairs[i]:
+                if not in_place:
                     self._add(i, pairs[i], totals[i], found, part)
         for i, total in totals.items():
             if total is not pairs[i]:

@@ -129,6 +129,15 @@ SCORES = {
     "learned bias": _bias("hqk", keep="keep = q >= k", **CAUSAL),
     "full bias": _bias("bhqk"),
     "bias of a batch": _bias("bqk"),
+    "two biases": Score(
+        Program(
+            inputs=(Input(torch.float32, "bhqk"), Input(torch.float32, "qk")),
+            differentiable=(0, 1), score=f"r = (s * 0.25 + x0 + x1) * {LOG2E!r}",
+            gradient="ds = g * 0.25\nd0 = g\nd1 = g", slope=0.25,
+        ),
+        lambda s, b, h, q, k, x, *_: s * 0.25 + x[0] + x[1],
+        (("bhqk", torch.float32, True), ("qk", torch.float32, True)),
+    ),
     "documents and a bias": Score(
         Program(
             (Input(torch.int32, "bq"), Input(torch.int32, "bk"), Input(torch.float32, "hqk")),

@@ -110,6 +110,14 @@ def test_pairs_come_in_parts(name, matrices, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize(("name", "batch"), [("full bias", 2), ("two biases", 2)])
+def test_pairs_of_whole_tiles(name, batch, monkeypatch):
+    """Where nothing is summed they are stored where they belong."""
+    monkeypatch.setattr(launch, "PAIR_BYTES", 2 * 128 * 128 * 4)
+    score = SCORES[name]
+    judge(score, *draw(score, 128, 128, batch=batch), **ONE_LOOP)
+
+
 def test_fp16_and_large_scores():
     score = SCORES["causal"]
     q, *rest = draw(score, 70, 70, dtype=FP16)
