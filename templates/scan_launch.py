@@ -138,6 +138,16 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
     return Tiling(wide, time, warps, 0, not program.reverse, length > time)
 
 
+def _pieces(program: Program, tile: Tiling) -> int:
+    """Into how many pieces a tile of columns is cut: as many as threads have different positions
+    of, which load and store 16 bytes of neighbouring lanes each."""
+    narrowest = min(
+        [given.dtype.itemsize for given in program.inputs] + [y.itemsize for y in program.outputs]
+    )
+    beside = max(1, tile.lanes * narrowest // 16)  # threads for the lanes of one position
+    return max(1, min(tile.time, 32 * tile.warps // beside))
+
+
 def _shared_row(program: Program, held: int, length: int) -> Tiling:
     if held > 2 or scan_text.words_of(program) > 1:
         entries = 4096 if held == 4 else 1024 if held > 6 else 2048
@@ -178,8 +188,9 @@ def plan(
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
+    ascending = choice.ascending and bool(axis)  # rows of a tile of columns lie apart anyway
     layout = scan_text.Layout(
-        axis, len(lane_dims), kinds, bool(choice.group), choice.ascending, choice.ahead
+        axis, len(lane_dims), kinds, bool(choice.group), ascending, choice.ahead
     )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace"}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
@@ -194,6 +205,9 @@ def plan(
     }
     blocks = _cdiv(lanes, choice.lanes)
     constants = {"LANES": choice.lanes, "TIME": choice.time}
+    if not axis:
+        pieces = _pieces(program, choice)
+        constants |= {"PIECES": pieces, "RUN": choice.time // pieces}
     words: Size = 0
     if choice.group:
         constants["GROUP"] = choice.group

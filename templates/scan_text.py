@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from . import scan, scan_logsumexp
+from . import scan, scan_columns, scan_logsumexp, scan_states
 from .scan_program import Program
 
 try:
@@ -24,9 +24,10 @@ try:
 except ImportError:  # without a GPU's driver triton may have none
     libdevice = None
 
-HELPERS = ["take", "put", "get", "low_bits", "high_bits", "joined", "picked", "picked0", "picked1"]
+HELPERS = ["take", "put", "get", "low_bits", "high_bits", "joined"]
+HELPERS += ["picked", "picked0", "picked1", "ends", "moved"]
 BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
-TYPES = {"int1": "int1", "int32": "int32", "fp32": "float32", "int64": "int64", "fp64": "float64"}
+TYPES = scan_states.TYPES
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _indented(text: str, by: int = 4) -> str:
 
 
 def _leaves(prefix: str, program: Program) -> str:
-    return ", ".join(f"{prefix}{i}" for i in range(len(program.states)))
+    return scan_states.leaves(prefix, program.states)
 
 
 def _names(program: Program) -> list[str]:
@@ -105,23 +106,15 @@ def _combine(program: Program) -> str:
 
 
 def _scanned(program: Program, axis: int, reverse: bool) -> str:
+    group = scan_states.group("s", program.states)
     leaves = _leaves("s", program)
-    group = leaves if len(program.states) == 1 else f"({leaves})"
     return f"{leaves} = tl.associative_scan({group}, {axis}, combine, reverse={reverse})"
 
 
 def _last(program: Program, to: str, where: str, layout: Layout) -> str:
     """The state at the one position where ``where`` holds, bit for bit."""
-    picked = "picked" if layout.flat else f"picked{layout.axis}"
-    lines = []
-    for i, kind in enumerate(program.states):
-        bits = {"fp32": "int32", "fp64": "int64"}.get(kind)
-        state = f"s{i}.to(tl.{bits}, bitcast=True)" if bits else f"s{i}.to(tl.int32)"
-        if kind == "int64":
-            state = f"s{i}"
-        back = f"tl.{TYPES[kind]}, bitcast=True" if bits else f"tl.{TYPES[kind]}"
-        lines.append(f"{to}{i} = {picked}({state}, {where}).to({back})")
-    return "\n".join(lines)
+    call = "picked" if layout.flat else f"picked{layout.axis}"
+    return scan_states.picked(program.states, to, "s", call, where)
 
 
 def _publish(program: Program) -> str:
@@ -181,11 +174,12 @@ def _lanes(layout: Layout) -> str:
     else:  # lanes do
         lines += ["block = ticket % blocks", "k = ticket // blocks"]
     if layout.flat:
-        lines.append("lane = block")
+        lines += ["lane = block", "live = lane < lanes"]
+    elif layout.axis:
+        lines += [f"lane = {lane}[:, None].to(tl.int64)", "live = lane < lanes"]
     else:
-        lines.append(f"lane = {lane}{'[:, None]' if layout.axis else '[None, :]'}.to(tl.int64)")
-    lines.append("live = lane < lanes")
-    rest = "lane"
+        lines.append(scan_columns.LANES)
+    rest = "lane" if layout.axis else "across"
     for i in reversed(range(1, layout.lane_dims)):
         lines.append(f"i{i} = {rest} % n{i}")
         lines.append(f"r{i} = {rest} // n{i}")
@@ -203,7 +197,11 @@ def _place(program: Program, layout: Layout, k: str = "k") -> str:
     else:
         lines.append(f"t = {k} * size + time")
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
-    return "\n".join([*lines, f"inside = live & {_there(program)}"])
+    return "\n".join([*lines, f"inside = {_live(layout)} & {_there(program)}"])
+
+
+def _live(layout: Layout) -> str:
+    return "live" if layout.axis else "here"
 
 
 def _there(program: Program) -> str:
@@ -215,7 +213,7 @@ def _loads(program: Program, layout: Layout, to: str = "x") -> str:
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
         parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
         free = all(kind == 0 for kind in kinds[1:])
-        limits = [] if free else ["live"]
+        limits = [] if free else [_live(layout)]
         if kinds[0] != 0:
             limits.append(_there(program))
         ahead = given.shift if program.reverse else -given.shift  # in memory
@@ -279,8 +277,9 @@ def _end(program: Program, layout: Layout) -> str:
 def _looped(program: Program, layout: Layout) -> str:
     """One program scans its lanes from tile to tile. With ``ahead`` the next tile is loaded while
     one is scanned."""
+    shape = "lane.shape" if layout.axis else scan_columns.CARRIED
     zeros = "\n".join(
-        f"c{i} = tl.zeros(lane.shape, tl.{TYPES[kind]})" for i, kind in enumerate(program.states)
+        f"c{i} = tl.zeros({shape}, tl.{TYPES[kind]})" for i, kind in enumerate(program.states)
     )
     loads = [_place(program, layout), _loads(program, layout)]
     first: list[str] = []
@@ -297,6 +296,8 @@ def _looped(program: Program, layout: Layout) -> str:
         _after(program, "c", "k > 0"),
         _last(program, "c", _end(program, layout), layout),
     ]
+    if not layout.axis:
+        scanned = [scan_columns.looped(program.states)]
     if layout.axis and scan_logsumexp.applies(program):
         plain = [scan_logsumexp.RESULTS, scan_logsumexp.TOTAL]
         scanned = [
@@ -374,6 +375,9 @@ base = tl.load(workspace + 16)
 call = tl.load(workspace + 17) + 1
 ticket = take(workspace, base, call, tiles * blocks - 1)"""
     scanned = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
+    after = _after(program, "p", "k > 0")
+    if not layout.axis:
+        scanned, after = [scan_columns.total(program.states)], scan_columns.after(program.states)
     parts = [
         head,
         _lanes(layout),
@@ -382,7 +386,7 @@ ticket = take(workspace, base, call, tiles * blocks - 1)"""
         _states(program),
         *scanned,
         _before(program, layout),
-        _after(program, "p", "k > 0"),
+        after,
         _stores(program, layout),
     ]
     return "\n".join(parts)
@@ -396,8 +400,10 @@ def text(program: Program, layout: Layout) -> str:
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(layout))
     body = _shared(program, layout) if layout.shared else _looped(program, layout)
-    time = "" if layout.flat else "[None, :]" if layout.axis else "[:, None]"
-    head = f"size = tl.full([], TIME, tl.int64)\ntime = tl.arange(0, TIME){time}"
+    time = f"time = tl.arange(0, TIME){'' if layout.flat else '[None, :]'}"
+    if not layout.axis:
+        time = scan_columns.TIME
+    head = f"size = tl.full([], TIME, tl.int64)\n{time}"
     parts = [_combine(program)]
     if layout.shared:
         parts += [_publish(program), _folded(program, layout)]
@@ -410,7 +416,8 @@ def text(program: Program, layout: Layout) -> str:
 
 def constants_of(layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
-    return ["LANES", "TIME", *(["GROUP", "WINDOW"] if layout.shared else [])]
+    pieces = [] if layout.axis else ["PIECES", "RUN"]
+    return ["LANES", "TIME", *pieces, *(["GROUP", "WINDOW"] if layout.shared else [])]
 
 
 @functools.cache
