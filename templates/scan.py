@@ -109,7 +109,7 @@ def picked1(bits, where):
 
 
 @triton.jit
-def ends(bits, where):
+def picked_run(bits, where):
     """The same for each run of a tile of columns (PIECES x RUN x LANES)."""
     return tl.sum(tl.where(where, bits, 0), 1)
 

@@ -28,7 +28,7 @@ def _scanned(states: tuple[str, ...]) -> list[str]:
     s = scan_states.group("s", states)
     return [
         f"{scan_states.leaves('s', states)} = tl.associative_scan({s}, 1, combine)",
-        scan_states.picked(states, "d", "s", "ends", "run == RUN - 1"),
+        scan_states.picked(states, "d", "s", "picked_run", "run == RUN - 1"),
     ]
 
 

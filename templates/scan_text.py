@@ -25,7 +25,7 @@ except ImportError:  # without a GPU's driver triton may have none
     libdevice = None
 
 HELPERS = ["take", "put", "get", "low_bits", "high_bits", "joined"]
-HELPERS += ["picked", "picked0", "picked1", "ends", "moved"]
+HELPERS += ["picked", "picked0", "picked1", "picked_run", "moved"]
 BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
 TYPES = scan_states.TYPES
 
