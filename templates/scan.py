@@ -1,19 +1,20 @@
 """What the programs of one scan tell each other: totals of tiles, in words that carry their call.
 
-A scan is cut along its length into tiles, one per program, in the order in which programs begin (a
-ticket each), so a program only ever waits for some that run already. A tile publishes its total;
-the last tile of GROUP neighbours publishes that of the group, the last of GROUP groups theirs. What
-precedes a tile is then at most GROUP words of each level, added up in a tree that depends on
-nothing but positions: the result has the same bits in every run, and no chain of tiles waits for
-one another.
+A scan is cut along its length into tiles, one per program. A tile publishes its total; the last
+tile of GROUP neighbours publishes that of the group, the last of GROUP groups theirs. What precedes
+a tile is then at most GROUP words of each level, added up in a tree that depends on nothing but
+positions: the result has the same bits in every run, and no chain of tiles waits for one another.
+
+Cards start programs in the order of their numbers, as far as is known, and nothing promises it. So
+none waits forever: whoever looked PATIENCE times for a word computes itself what is missing, from
+the first tile that is late to its own. It computes what those tiles' programs would, bit for bit,
+and whoever comes later publishes it once more.
 
 A word is 64 bits: the number of the call in the upper half, 32 bits of state in the lower. Reader
 and writer need no order between them, and no word needs to be cleared: the workspace is zeroed
-once, and the last program of a call leaves it ready for the next.
+once, and no number (from 1 on) is used with it twice.
 
-Workspace, in int64 words: [0] tickets taken; [16] those of earlier calls, [17] calls so far, in a
-line of memory of their own because the first is where all programs meet; from [32] on the words of
-the levels.
+Workspace: int64 words of tiles, then groups, then groups of groups, for each word of a state.
 """
 
 from __future__ import annotations
@@ -21,19 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-HEADER = 32
-
-
-@triton.jit
-def take(workspace, base, call, last):
-    """A ticket of this call: 0, 1, ... ``last``. ``base`` and ``call`` (its number) are what the
-    workspace held before the first of them was taken, so the program with the last ticket, which
-    knows that all have read them, makes them those of the next call."""
-    ticket = tl.atomic_add(workspace, 1, sem="acq_rel") - base
-    if ticket == last:
-        tl.store(workspace + 16, base + last + 1)
-        tl.store(workspace + 17, call)
-    return ticket
+# Looks at words that are missing: a millisecond, of which programs that run need some
+# microseconds.
+PATIENCE = 1000
 
 
 @triton.jit
@@ -54,22 +45,19 @@ def pause(some):
 
 
 @triton.jit
-def get(words, at, mask, call):
-    """The 32 bits of state published at ``at`` (int32), once all are of this call.
+def absent(word, call):
+    """Whether a word is not of this call.
 
     There have to be two words per thread: if a word were held by two threads, one might see it
     before it is published and the other after.
     """
-    stamp = call & 0xFFFFFFFF
-    none = tl.full(at.shape, 0, tl.int64) + (call << 32)
-    word = tl.load(words + at, mask=mask, other=none, volatile=True)
-    missing = ((word >> 32) & 0xFFFFFFFF) != stamp
-    wait = tl.max(missing.to(tl.int32))
-    while wait != 0:
-        word = tl.where(missing, tl.load(words + at, mask=missing, other=none, volatile=True), word)
-        missing = ((word >> 32) & 0xFFFFFFFF) != stamp
-        wait = pause(tl.max(missing.to(tl.int32)))
-    return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+    return (word >> 32) != call
+
+
+@triton.jit
+def get(word):
+    """The 32 bits of state in a word (int32)."""
+    return word.to(tl.int32)
 
 
 @triton.jit

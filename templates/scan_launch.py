@@ -7,7 +7,7 @@ enough to keep the card busy, else it is cut among programs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,8 @@ class Tiling:
 class Launch:
     """One launch. ``arguments``: by the entry's names; "x0_ptr" and so on for tensors, as the slot
     of a tensor ("x0", "y0", "workspace"), numbers as they are. ``workspace``: int64 words, zero
-    before the first launch, which later launches may use again one after the other."""
+    before the first launch, which later launches may use again one after the other, each with a
+    ``call`` of its own from 1 to 2^31 - 1."""
 
     kernel: Any
     grid: tuple[Size, int, int]
@@ -192,7 +193,7 @@ def plan(
     layout = scan_text.Layout(
         axis, len(lane_dims), kinds, bool(choice.group), ascending, choice.ahead
     )
-    values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace"}
+    values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
     names = [f"x{i}" for i in range(len(program.inputs))]
     names += [f"y{i}" for i in range(len(program.outputs))]
@@ -211,31 +212,35 @@ def plan(
     words: Size = 0
     if choice.group:
         constants["GROUP"] = choice.group
+        constants["PATIENCE"] = scan.PATIENCE
         constants["WINDOW"] = _power(max(3 * choice.group, 64 * choice.warps // choice.lanes))
         tiles = _cdiv(length, choice.time)
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)
-        words = scan.HEADER + scan_text.words_of(program) * lanes * kept
+        words = scan_text.words_of(program) * lanes * kept
         blocks = blocks * tiles
     return Launch(
         scan_text.kernel(program, layout), (blocks, 1, 1), given, constants, choice.warps, words
     )
 
 
-_kept: dict[tuple[torch.device, int], torch.Tensor] = {}
+_kept: dict[tuple[torch.device, int], tuple[torch.Tensor, Iterator[int]]] = {}
 
 
-def workspace(device: torch.device, words: int) -> torch.Tensor:
-    """At least ``words`` int64 words that earlier launches on this stream have left ready. While a
-    graph is captured they are the graph's own, cleared by it: it may be replayed beside others."""
+def workspace(device: torch.device, words: int) -> tuple[torch.Tensor, int]:
+    """At least ``words`` int64 words, and the number of a call that no launch on them had yet. They
+    are a stream's. While a graph is captured they are the graph's own, cleared by it: it may be
+    replayed beside others, and its launches have the same number every time."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(words, dtype=torch.int64, device=device)
+        return torch.zeros(words, dtype=torch.int64, device=device), 1
     key = device, torch.cuda.current_stream(device).cuda_stream
     have = _kept.get(key)
-    if have is None or have.numel() < words:
-        have = torch.zeros(max(words, 1 << 17), dtype=torch.int64, device=device)
-        _kept[key] = have
-    return have
+    call = 0 if have is None or have[0].numel() < words else next(have[1], 0)
+    if have is None or not call:
+        words = max(words, 1 << 17 if have is None else have[0].numel())
+        have = torch.zeros(words, dtype=torch.int64, device=device), iter(range(2, 1 << 31))
+        _kept[key], call = have, 1
+    return have[0], call
 
 
 def launch(
@@ -260,7 +265,8 @@ def launch(
     tensors = {f"x{i}": x for i, x in enumerate(inputs)} | {
         f"y{i}": y for i, y in enumerate(outputs)
     }
+    given = dict(laid.arguments)
     if laid.workspace:
-        tensors["workspace"] = workspace(outputs[0].device, laid.workspace)
-    given = {n: tensors[v] if isinstance(v, str) else v for n, v in laid.arguments.items()}
+        tensors["workspace"], given["call"] = workspace(outputs[0].device, laid.workspace)
+    given = {n: tensors[v] if isinstance(v, str) else v for n, v in given.items()}
     wrap_triton(laid.kernel)[laid.grid](**given, **laid.constants, num_warps=laid.warps)

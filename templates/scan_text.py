@@ -24,8 +24,21 @@ try:
 except ImportError:  # without a GPU's driver triton may have none
     libdevice = None
 
-HELPERS = ["take", "put", "get", "low_bits", "high_bits", "joined"]
-HELPERS += ["picked", "picked0", "picked1", "picked_run", "moved"]
+HELPERS = [
+    "put",
+    "get",
+    "absent",
+    "pause",
+    "low_bits",
+    "high_bits",
+    "joined",
+    "picked",
+    "picked0",
+    "picked1",
+    "picked_run",
+    "moved",
+]
+FOREVER = 2**31 - 1
 BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
 TYPES = scan_states.TYPES
 
@@ -94,7 +107,7 @@ def arguments(program: Program, layout: Layout) -> list[str]:
         for kind, suffix in zip(kinds, ["t", *range(layout.lane_dims)], strict=True):
             if kind is None:
                 numbers.append(f"{name}_{suffix}")
-    return [*names, *(["workspace"] if layout.shared else []), *numbers]
+    return [*names, *(["workspace", "call"] if layout.shared else []), *numbers]
 
 
 def _combine(program: Program) -> str:
@@ -137,13 +150,39 @@ def _publish(program: Program) -> str:
 
 
 def _folded(program: Program, layout: Layout) -> str:
-    """The published states at ``at``, a window's first ``count``, combined in this order."""
-    lines, word = ["mask = live & (j < count)"], 0
+    """The published states at ``at``, a window's first ``count``, combined in this order, and
+    the first of the tiles ``first`` whose words are still missing after ``patience`` looks
+    (``k`` if none is). All words of a state are asked for at once."""
+    count = words_of(program)
+    words = [f"w{i}" for i in range(count)]
+    missing = " | ".join(f"absent({w}, call)" for w in words)
+    loads = [
+        f"{w} = tl.load(words + {i} * plane + at, mask=mask, other=none, volatile=True)"
+        for i, w in enumerate(words)
+    ]
+    again = [
+        f"{w} = tl.where(missing, tl.load(words + {i} * plane + at, mask=missing, other=none, "
+        f"volatile=True), {w})"
+        for i, w in enumerate(words)
+    ]
+    look = [f"missing = {missing}", "wait = tl.max(missing.to(tl.int32))"]
+    lines = [
+        "mask = live & (j < count)",
+        "none = tl.full(at.shape, 0, tl.int64) + (call << 32)",
+        *loads,
+        *look,
+        "looks = tl.full([], 0, tl.int32)",
+        "while (wait != 0) & (looks < patience):",
+        _indented("\n".join([*again, *look, "wait = pause(wait)", "looks += 1"])),
+        "late = k",
+        "if wait != 0:",
+        "    late = tl.min(tl.where(missing, first, k))",
+    ]
+    word = 0
     for i, kind in enumerate(program.states):
-        low = f"get(words + {word} * plane, at, mask, call)"
+        low = f"get(w{word})"
         if BITS[kind] == 2:
-            high = f"get(words + {word + 1} * plane, at, mask, call)"
-            both = f"joined({low}, {high})"
+            both = f"joined({low}, get(w{word + 1}))"
             lines.append(
                 f"s{i} = {both}{'.to(tl.float64, bitcast=True)' if kind == 'fp64' else ''}"
             )
@@ -153,10 +192,10 @@ def _folded(program: Program, layout: Layout) -> str:
         word += BITS[kind]
     lines.append(_scanned(program, layout.along, False))
     lines.append(_last(program, "s", "j == count - 1", layout))
-    lines.append(f"return {_leaves('s', program)}")
+    lines.append(f"return {_leaves('s', program)}, late")
     return (
         "@triton.jit\n"
-        "def folded(words, plane, at, j, live, call, count):\n"
+        "def folded(words, plane, at, first, j, live, call, count, k, patience):\n"
         f"{_indented(chr(10).join(lines))}\n"
     )
 
@@ -168,11 +207,11 @@ def _lanes(layout: Layout) -> str:
     if not layout.shared:
         lines.append("block = tl.program_id(0).to(tl.int64)")
     elif not layout.lane_dims:
-        lines += ["block = ticket * 0", "k = ticket"]
+        lines += ["block = number * 0", "k = number"]
     elif layout.axis:  # a row's tiles follow one another in memory
-        lines += ["block = ticket // tiles", "k = ticket % tiles"]
+        lines += ["block = number // tiles", "k = number % tiles"]
     else:  # lanes do
-        lines += ["block = ticket % blocks", "k = ticket // blocks"]
+        lines += ["block = number % blocks", "k = number // blocks"]
     if layout.flat:
         lines += ["lane = block", "live = lane < lanes"]
     elif layout.axis:
@@ -190,39 +229,52 @@ def _lanes(layout: Layout) -> str:
 
 
 def _place(program: Program, layout: Layout, k: str = "k") -> str:
-    """Where tile ``k`` lies: ``at`` in memory, ``t`` along the scan."""
+    """Where tile ``k`` lies: ``at`` in memory, ``t`` along the scan. Where ``at`` rises by one, it
+    is ``start + time``, and what is ``left`` of the tensor decides what is ``inside``."""
     lines = []
     if program.reverse and layout.ascending:
-        lines += [f"at = length - ({k} + 1) * size + time", "t = length - 1 - at"]
+        lines += [f"start = length - ({k} + 1) * size", "at = start + time", "t = length - 1 - at"]
+        lines.append("left = tl.maximum(-start, 0).to(tl.int32)")
     else:
-        lines.append(f"t = {k} * size + time")
+        lines += [f"start = {k} * size", "t = start + time"]
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
-    return "\n".join([*lines, f"inside = {_live(layout)} & {_there(program)}"])
+        lines.append("left = tl.minimum(length - start, size).to(tl.int32)")
+    return "\n".join([*lines, f"inside = {_live(layout)} & {_there(program, layout)}"])
 
 
 def _live(layout: Layout) -> str:
     return "live" if layout.axis else "here"
 
 
-def _there(program: Program) -> str:
-    return "(at >= 0)" if program.reverse else "(at < length)"
+def _there(program: Program, layout: Layout) -> str:
+    return "(time >= left)" if program.reverse and layout.ascending else "(time < left)"
+
+
+def _pointers(name: str, layout: Layout, kinds: tuple[int | None, ...], at: int = 0) -> str:
+    """To the elements of a tensor, ``at`` positions further in memory. Neighbours of a piece of one
+    lane lie at 32-bit distances from its beginning: a register instead of two, or none."""
+    parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
+    shift = f" {'+' if at > 0 else '-'} {abs(at)}" if at else ""
+    if layout.flat and kinds[0] == 1 and layout.ascending:
+        parts[0] = f"(start{shift})" if at else "start"
+        return f"({name}_ptr + ({_offset(name, kinds, parts)})) + time"
+    parts[0] = f"(at{shift})" if at else "at"
+    return f"{name}_ptr + ({_offset(name, kinds, parts)})"
 
 
 def _loads(program: Program, layout: Layout, to: str = "x") -> str:
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
-        parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
         free = all(kind == 0 for kind in kinds[1:])
         limits = [] if free else [_live(layout)]
         if kinds[0] != 0:
-            limits.append(_there(program))
+            limits.append(_there(program, layout))
         ahead = given.shift if program.reverse else -given.shift  # in memory
         if ahead:
-            parts[0] = f"(at {'+' if ahead > 0 else '-'} {abs(ahead)})"
             limits.append(f"(at < length - {ahead})" if ahead > 0 else f"(at >= {-ahead})")
         masked = f", {' & '.join(limits)}, other={given.fill}" if limits else ""
-        offset = _offset(f"x{i}", kinds, parts)
-        lines.append(f"{to}{i} = tl.load(x{i}_ptr + ({offset}){masked})")
+        pointers = _pointers(f"x{i}", layout, kinds, ahead)
+        lines.append(f"{to}{i} = tl.load({pointers}{masked})")
     return "\n".join(lines)
 
 
@@ -262,10 +314,9 @@ def _after(program: Program, before: str, there: str) -> str:
 def _stores(program: Program, layout: Layout) -> str:
     lines = [program.consume]
     first = len(program.inputs)
-    parts = ["at", *(f"i{j}" for j in range(layout.lane_dims))]
     for i in range(len(program.outputs)):
-        offset = _offset(f"y{i}", layout.strides[first + i], parts)
-        lines.append(f"tl.store(y{i}_ptr + ({offset}), y{i}, inside)")
+        pointers = _pointers(f"y{i}", layout, layout.strides[first + i])
+        lines.append(f"tl.store({pointers}, y{i}, inside)")
     return "\n".join(lines)
 
 
@@ -313,80 +364,151 @@ def _looped(program: Program, layout: Layout) -> str:
     return "\n".join([*parts, _indented("\n".join(body))])
 
 
-def _before(program: Program, layout: Layout) -> str:
-    """Publish a tile's total ``e``, and find the state ``p`` in front of the tile (any, if it is
-    the first): of groups of groups, then groups, then tiles in front of it, in one window."""
-    p, e, u, g = (_leaves(prefix, program) for prefix in "peug")
+def _bases(layout: Layout) -> str:
+    """Where the words of a lane's tiles, groups and groups of groups begin, and the place of tile
+    ``k`` among them."""
     at = ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
-    step = "" if layout.axis else " * lanes"
-    count = range(len(program.states))
-    joined = "\n".join(
-        f"p{i} = tl.where((w > 0) | (far + near + own > 0), g{i}, u{i})" for i in count
-    )
-    return f"""group = k // GROUP
+    return f"""tiles = tl.cdiv(length, size)
+groups = tl.cdiv(tiles, GROUP)
+supers = tl.cdiv(groups, GROUP)
+group = k // GROUP
 above = group // GROUP
 own = k % GROUP
 near = group % GROUP
 base0 = {at[0]}
 base1 = lanes * tiles + {at[1]}
 base2 = lanes * (tiles + groups) + {at[2]}
-publish(words, plane, base0 + k{step}, live, call, {e})
-{chr(10).join(f"p{i} = e{i}" for i in count)}
+plane = lanes * (tiles + groups + supers)"""
+
+
+_GIVEN = "words, lane, lanes, length, size, live, j, call, k, patience"
+
+
+def _announced(program: Program, layout: Layout) -> str:
+    """Publish the total of tile ``k``, and those of the group and the group of groups that end
+    with it. Gives the first tile that was waited for in vain, else ``k``."""
+    e, u, g = (_leaves(prefix, program) for prefix in "eug")
+    step = "" if layout.axis else " * lanes"
+    window = "j, live, call"
+    body = f"""publish(words, plane, base0 + k{step}, live, call, {e})
+late = k
 if own == GROUP - 1:
-    {u} = folded(words, plane, base0 + (group * GROUP + j){step}, j, live, call, own)
-    {g} = combine({u}, {e})
-    publish(words, plane, base1 + group{step}, live, call, {g})
-    if near == GROUP - 1:
-        {u} = folded(words, plane, base1 + (above * GROUP + j){step}, j, live, call, near)
-        {g} = combine({u}, {g})
-        publish(words, plane, base2 + above{step}, live, call, {g})
-far = above % GROUP
+    tile = group * GROUP + j
+    {u}, late = folded(words, plane, base0 + tile{step}, tile, {window}, own, k, patience)
+    if late == k:
+        {g} = combine({u}, {e})
+        publish(words, plane, base1 + group{step}, live, call, {g})
+        if near == GROUP - 1:
+            tile = above * GROUP + j
+            {u}, late = folded(
+                words, plane, base1 + tile{step}, tile * GROUP, {window}, near, k, patience
+            )
+            if late == k:
+                {g} = combine({u}, {g})
+                publish(words, plane, base2 + above{step}, live, call, {g})
+return late"""
+    return (
+        f"@triton.jit\ndef announced({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
+        f"{_indented(_bases(layout))}\n{_indented(body)}\n"
+    )
+
+
+def _before(program: Program, layout: Layout) -> str:
+    """The state in front of tile ``k`` (any, if it is the first): of groups of groups, then groups,
+    then tiles in front of it, in one window. And the first tile that was waited for in vain, else
+    ``k``."""
+    p, u, g = (_leaves(prefix, program) for prefix in "pug")
+    e = _leaves("e", program)
+    step = "" if layout.axis else " * lanes"
+    window = "j, live, call"
+    count = range(len(program.states))
+    joined = "\n".join(
+        f"p{i} = tl.where((w > 0) | (far + near + own > 0), g{i}, u{i})" for i in count
+    )
+    body = f"""far = above % GROUP
+late = k
+{chr(10).join(f"p{i} = e{i}" for i in count)}
 if far + near + own > 0:
-    at0 = base0 + (group * GROUP + j - far - near){step}
-    at1 = base1 + (above * GROUP + j - far){step}
-    at2 = base2 + (above - far + j){step}
-    {p} = folded(
+    tile0 = group * GROUP + j - far - near
+    tile1 = above * GROUP + j - far
+    tile2 = above - far + j
+    is2 = j < far
+    is1 = j < far + near
+    {p}, late = folded(
         words,
         plane,
-        tl.where(j < far, at2, tl.where(j < far + near, at1, at0)),
-        j,
-        live,
-        call,
+        tl.where(
+            is2, base2 + tile2{step}, tl.where(is1, base1 + tile1{step}, base0 + tile0{step})
+        ),
+        tl.where(is2, tile2 * (GROUP * GROUP), tl.where(is1, tile1 * GROUP, tile0)),
+        {window},
         far + near + own,
+        k,
+        patience,
     )
 for w in range(0, above // GROUP):
-    turn = above // GROUP - 1 - w
-    {u} = folded(words, plane, base2 + (turn * GROUP + j){step}, j, live, call, GROUP)
+    tile2 = (above // GROUP - 1 - w) * GROUP + j
+    {u}, later = folded(
+        words, plane, base2 + tile2{step}, tile2 * (GROUP * GROUP), {window}, GROUP, k, patience
+    )
+    late = tl.minimum(late, later)
     {g} = combine({u}, {p})
-{_indented(joined)}"""
+{_indented(joined)}
+return {p}, late"""
+    return (
+        f"@triton.jit\ndef before({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
+        f"{_indented(_bases(layout))}\n{_indented(body)}\n"
+    )
+
+
+def _total(program: Program, layout: Layout) -> str:
+    """From the states of a tile of a shared scan to their scan, and to its last state ``e``."""
+    if layout.axis:
+        return f"{_tile(program, layout)}\n{_last(program, 'e', _end(program, layout), layout)}"
+    return scan_columns.total(program.states)
+
+
+def _behind(program: Program, layout: Layout) -> str:
+    """Put what precedes a tile, ``p``, in front of its states."""
+    return _after(program, "p", "k > 0") if layout.axis else scan_columns.after(program.states)
 
 
 def _shared(program: Program, layout: Layout) -> str:
-    """Tiles of one scan are many programs'."""
+    """Tiles of one scan are many programs'. A program that waits in vain does itself, in their
+    order, what those of earlier tiles have not yet done, from the first that is late to its own."""
     window = "" if layout.axis else "[:, None]"
+    e, p = _leaves("e", program), _leaves("p", program)
     head = f"""tiles = tl.cdiv(length, size)
-groups = tl.cdiv(tiles, GROUP)
-supers = tl.cdiv(groups, GROUP)
 blocks = tl.cdiv(lanes, LANES)
-plane = lanes * (tiles + groups + supers)
-words = workspace + 32
+words = workspace + 0
+call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
-base = tl.load(workspace + 16)
-call = tl.load(workspace + 17) + 1
-ticket = take(workspace, base, call, tiles * blocks - 1)"""
-    scanned = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
-    after = _after(program, "p", "k > 0")
-    if not layout.axis:
-        scanned, after = [scan_columns.total(program.states)], scan_columns.after(program.states)
+number = tl.program_id(0).to(tl.int64)"""
+    given = "words, lane, lanes, length, size, live, j, call"
+    scanned = [
+        _loads(program, layout),
+        _states(program),
+        _total(program, layout),
+    ]
+    catch_up = [
+        _place(program, layout, "turn"),
+        *scanned,
+        f"announced({given}, turn, {FOREVER}, {e}, GROUP)",
+    ]
     parts = [
         head,
         _lanes(layout),
         _place(program, layout),
-        _loads(program, layout),
-        _states(program),
         *scanned,
-        _before(program, layout),
-        after,
+        f"late = announced({given}, k, PATIENCE, {e}, GROUP)",
+        f"{p}, later = before({given}, k, PATIENCE, {e}, GROUP)",
+        "late = tl.minimum(late, later)",
+        "if late < k:",
+        "    for turn in range(late, k + 1):",
+        _indented("\n".join(catch_up), 8),
+        f"    {p}, late = before({given}, k, {FOREVER}, {e}, GROUP)",
+        _place(program, layout),  # again: kept in registers across the loop it would be costly
+        _behind(program, layout),
         _stores(program, layout),
     ]
     return "\n".join(parts)
@@ -407,9 +529,12 @@ def text(program: Program, layout: Layout) -> str:
     parts = [_combine(program)]
     if layout.shared:
         parts += [_publish(program), _folded(program, layout)]
+        parts += [_announced(program, layout), _before(program, layout)]
     name = f"scan_{'rows' if layout.axis else 'columns'}"
+    # a kernel for all calls, whatever their numbers
+    entry = '@triton.jit(do_not_specialize=["call"])' if layout.shared else "@triton.jit"
     parts.append(
-        f"@triton.jit\ndef {name}({given}, {constants}):\n{_indented(head)}\n{_indented(body)}\n"
+        f"{entry}\ndef {name}({given}, {constants}):\n{_indented(head)}\n{_indented(body)}\n"
     )
     return "\n\n".join(parts)
 
@@ -417,7 +542,7 @@ def text(program: Program, layout: Layout) -> str:
 def constants_of(layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
     pieces = [] if layout.axis else ["PIECES", "RUN"]
-    return ["LANES", "TIME", *pieces, *(["GROUP", "WINDOW"] if layout.shared else [])]
+    return ["LANES", "TIME", *pieces, *(["GROUP", "WINDOW", "PATIENCE"] if layout.shared else [])]
 
 
 @functools.cache

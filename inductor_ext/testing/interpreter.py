@@ -15,7 +15,7 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,25 +53,29 @@ def run_kernel_interpreted(
 
 
 @contextlib.contextmanager
-def interpreting() -> Iterator[Callable[..., None]]:
-    """Triton is in interpretation; yields ``run(kernel, grid, args, kwargs)``."""
+def interpreting(
+    order: Callable[[int], Iterable[int]] = range,
+) -> Iterator[Callable[..., None]]:
+    """Triton is in interpretation; yields ``run(kernel, grid, args, kwargs)``. ``order`` of a size
+    gives the numbers of the programs along a grid's first dimension, one after the other."""
     # Triton's compiler keeps references to builtins it sees when it is first imported; it must not
     # be imported while they are the interpreter's.
     import triton.compiler.code_generator  # noqa: F401
 
     with Patches() as patches, np.errstate(all="ignore"):
-        yield _Interpretation(patches).run
+        yield _Interpretation(patches, order).run
 
 
 class _Interpretation:
     """Triton's language, bound to NumPy until the patches close."""
 
-    def __init__(self, patches: Patches) -> None:
+    def __init__(self, patches: Patches, order: Callable[[int], Iterable[int]]) -> None:
         import triton
         import triton.language as tl
 
         self.triton_interpreter = private("triton.runtime.interpreter")
         self.jit_function = private("triton.runtime.jit:JITFunction")
+        self.order = order
         self.rewritten: dict[Any, Callable[..., Any]] = {}
         self.extents: np.ndarray | None = None
 
@@ -172,7 +176,7 @@ class _Interpretation:
         try:
             for z in range(grid[2]):
                 for y in range(grid[1]):
-                    for x in range(grid[0]):
+                    for x in self.order(grid[0]):
                         builder.set_grid_idx(x, y, z)
                         function(**inputs)
         except IndexError as e:

@@ -6,7 +6,7 @@ A launch function calls ``wrap_triton(kernel)[grid](...)`` with the name that it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -36,9 +36,12 @@ class _Launch:
 
 
 @contextlib.contextmanager
-def launches_interpreted(*modules: ModuleType) -> Iterator[None]:
-    """Within: kernels that ``modules`` launch run on CPU tensors in Triton's interpreter."""
-    with interpreting() as run, Patches() as patches:
+def launches_interpreted(
+    *modules: ModuleType, order: Callable[[int], Iterable[int]] = range
+) -> Iterator[None]:
+    """Within: kernels that ``modules`` launch run on CPU tensors in Triton's interpreter, the first
+    dimension of their grids in the ``order`` of its size."""
+    with interpreting(order) as run, Patches() as patches:
         for module in modules:
             patches.set(module, "wrap_triton", lambda kernel: _Launch(run, kernel))
         yield

@@ -1,7 +1,11 @@
 """Every way in which a scan's kernel is laid out, and what its programs leave for the next call."""
 
+import itertools
+import random
+
 import pytest
 import torch
+from inductor_ext.templates import scan as scan_module
 from inductor_ext.templates import scan_forms, scan_launch, scan_text
 from inductor_ext.templates.scan_launch import Tiling
 from inductor_ext.templates.scan_program import Input, Program
@@ -34,9 +38,9 @@ def program(name, dtype, reverse=False):
     return Program(inputs, outputs, form.states, produce, form.combine, consume, reverse)
 
 
-def run(scan, inputs, dim, tile):
+def run(scan, inputs, dim, tile, order=range):
     outputs = [torch.empty(inputs[0].shape, dtype=dtype) for dtype in scan.outputs]
-    with launches_interpreted(scan_launch):
+    with launches_interpreted(scan_launch, order=order):
         scan_launch.launch(scan, inputs, outputs, dim, tile)
     return outputs
 
@@ -68,13 +72,37 @@ def test_layouts_agree_with_torch(way, shape, dim, reverse):
 
 
 def test_a_workspace_serves_call_after_call(monkeypatch):
-    words = torch.zeros(4096, dtype=INT64)
-    monkeypatch.setattr(scan_launch, "workspace", lambda device, count: words[:count])
+    words, calls = torch.zeros(4096, dtype=INT64), itertools.count(1)
+    monkeypatch.setattr(scan_launch, "workspace", lambda *_: (words, next(calls)))
     for length, lanes, tile in ((40, 2, 2), (9, 3, 4), (40, 2, 2), (33, 1, 2), (33, 1, 2)):
         x = torch.randint(-9, 9, (lanes, length))
         (got,) = run(program("sum", INT64), [x], 1, Tiling(1, tile, 1, 2))
         assert torch.equal(got, x.cumsum(1))
-    assert words[17] == 5  # calls
+
+
+def shuffled(n):
+    return random.Random(0).sample(range(n), n)
+
+
+@pytest.mark.parametrize("order", [lambda n: reversed(range(n)), shuffled])
+@pytest.mark.parametrize(
+    ("name", "shape", "dim", "reverse", "tile"),
+    [
+        ("sum", (75,), 0, False, Tiling(1, 4, 1, 2)),
+        ("affine", (75,), 0, True, Tiling(1, 2, 1, 3)),
+        ("cummax", (2, 50), 1, False, Tiling(1, 2, 1, 2)),
+        ("sum", (37, 3), 0, True, Tiling(2, 2, 1, 2)),
+    ],
+)
+def test_programs_that_start_in_any_order_end(name, shape, dim, reverse, tile, order, monkeypatch):
+    """One after the other, in an order in which what is waited for has not begun. Whoever computes
+    a tile's total, its bits are the same."""
+    scan = program(name, FP32, reverse)
+    inputs = [torch.rand(shape) for _ in scan.inputs]
+    expected = run(scan, inputs, dim, tile)
+    monkeypatch.setattr(scan_module, "PATIENCE", 2)
+    for mine, theirs in zip(run(scan, inputs, dim, tile, order), expected, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_bits_of_a_total_are_kept():
