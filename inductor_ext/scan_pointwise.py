@@ -146,6 +146,9 @@ def translate(
     return "\n".join(translator.statements), translator.of
 
 
+_NARROW = (torch.int16, torch.int8, torch.uint8)
+
+
 def combine(graph: Any) -> str:
     """The text of ``Program.combine`` for a combine function traced to an fx graph.
 
@@ -170,8 +173,16 @@ def combine(graph: Any) -> str:
             )
     inner = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     text, of = translate([n for n in inner if n.users and not _is_view(n)], names)
-    results = "\n".join(f"r{i} = {of(n)}" for i, n in enumerate(outputs))
-    return f"{text}\n{results}" if text else results
+    # a state has 32 bits at least, and arithmetic of narrower integers wraps around as theirs
+    narrow = {i: value(n).dtype for i, n in enumerate(inputs) if value(n).dtype in _NARROW}
+    lines = [
+        f"{names[inputs[i]]} = {names[inputs[i]]}.to({stored_type(dtype)})"
+        for i, dtype in narrow.items()
+    ]
+    lines += [text] if text else []
+    for i, n in enumerate(outputs):
+        lines.append(f"r{i} = {of(n)}.to(tl.int32)" if i in narrow else f"r{i} = {of(n)}")
+    return "\n".join(lines)
 
 
 def _is_view(node: Any) -> bool:

@@ -30,6 +30,9 @@ _STATES = {
     "tl.float32": "fp32",
     "tl.int64": "int64",
     "tl.int32": "int32",
+    "tl.int16": "int32",
+    "tl.int8": "int32",
+    "tl.uint8": "int32",
     "tl.int1": "int1",
 }
 
@@ -108,11 +111,7 @@ def scan_forms_type(state: str) -> str:
 
 
 def _states(leaves: list[Any]) -> tuple[str, ...]:
-    kinds = [_type(value(leaf).dtype) for leaf in leaves]
-    for kind in kinds:
-        if kind not in _STATES:
-            raise NoSite(f"a state of {kind} has no kernel")
-    return tuple(_STATES[kind] for kind in kinds)
+    return tuple(_STATES[_type(value(leaf).dtype)] for leaf in leaves)
 
 
 def _of_combine(node: Any, combine: str, leaves: list[Any]) -> Site:

@@ -209,6 +209,8 @@ def plan(
     if not axis:
         pieces = _pieces(program, choice)
         constants |= {"PIECES": pieces, "RUN": choice.time // pieces}
+    if "PIECE" in scan_text.constants_of(program, layout):
+        constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
     if choice.group:
         constants["GROUP"] = choice.group

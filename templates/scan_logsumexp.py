@@ -3,13 +3,13 @@
 A state is (m, c), for m + log(1 + c), as ``scan_forms`` has it: combining two costs an exponential
 and a dozen instructions, three times an element. Relative to one number M of the tile it is
 
-    mass_t = sum over u <= t of exp(x_u - M),        y_t = M + log(mass_t)
+    mass_t = sum over u <= t of exp(x_u - M),        y_t = N + log(mass_t exp(M - N) + exp(p - N))
 
-which is an addition. It holds while the first mass is far from underflow (x_0 or what is carried
-above M - FAR), and is off by what fp32 resolves at M, at most twice that of the tile's largest
-result if one of them is above LEAST in magnitude. Other tiles (values that rise steeply,
-infinities, NaN, results near 0) take the pairs. Of rows that one program scans: a tile of columns
-has as many M as lanes, and not enough registers; of a scan that is cut, totals are pairs anyway.
+which is an addition; p is what the tiles in front of it come to, and N the larger of M and p. It
+holds while the first of the sums is far from underflow (x_0 or p above N - FAR), and is off by what
+fp32 resolves at N, at most twice that of the tile's largest result if one of them is above LEAST in
+magnitude. Other tiles (values that rise steeply, infinities, NaN, results near 0) take the pairs,
+from memory once more. A tile of columns always does: it has as many M as lanes.
 """
 
 from __future__ import annotations
@@ -26,24 +26,44 @@ def applies(program: Program) -> bool:
     return program.combine == scan_forms.PAIRS and program.states == ("fp32", "fp32")
 
 
-def masses(first: str, last: str, backwards: bool) -> str:
-    """From the states of a tile of rows, and what is carried (c0, c1; nothing where c0 is -inf), to
-    the number M, ``top``, the ``mass`` of each position, the last one, ``total``, and whether they
-    are good enough, ``plain``. ``first`` and ``last`` are the ends in the order of the scan."""
-    return f"""top = tl.max(tl.where(inside, s0, float("-inf")), 1, keep_dims=True)
-low = tl.maximum(tl.max(tl.where({first}, s0, float("-inf")), 1, keep_dims=True), c0)
-top = tl.maximum(top, c0)
-carried = (1.0 + c1) * tl.exp2((c0 - top) * {_LOG2E})
+def _all(what: str, keep: bool) -> str:
+    return f"tl.min(({what} | (live == 0)).to(tl.int32)) == 1" if keep else what
+
+
+def masses(first: str, last: str, backwards: bool, axis: int, keep: bool) -> str:
+    """From the states of a tile of rows to the number M, ``top``, the ``mass`` of each position, the
+    last one, ``mass_of_all``, and whether they are ``good`` enough for a total. ``first`` and
+    ``last`` are the ends in the order of the scan; ``keep``: a tile has an axis of lanes."""
+    over = f"{axis}, keep_dims=True" if keep else f"{axis}"
+    return f"""top = tl.max(tl.where(inside, s0, float("-inf")), {over})
+begins = tl.max(tl.where({first}, s0, float("-inf")), {over})
 mass = tl.where(inside, (1.0 + s1) * tl.exp2((s0 - top) * {_LOG2E}), 0.0)
-mass = tl.cumsum(tl.where({first}, mass + carried, mass), 1, reverse={backwards})
-total = tl.sum(tl.where({last}, mass, 0.0), 1, keep_dims=True)
-plain = (low > top - {FAR}) & ((top > {LEAST}) | (top + tl.log(total) < -{LEAST}))
-plain = plain & (total == total) & (top < float("inf"))
-plain = tl.min((plain | (live == 0)).to(tl.int32)) == 1"""
+mass = tl.cumsum(mass, {axis}, reverse={backwards})
+mass_of_all = tl.sum(tl.where({last}, mass, 0.0), {over})
+good = (top > {LEAST}) | (top + tl.log(mass_of_all) < -{LEAST})
+good = good & (mass_of_all == mass_of_all) & (top < float("inf"))
+good = {_all("good", keep)}"""
 
 
-RESULTS = """s0 = top + tl.log(mass)
+def carried(before: str, keep: bool) -> str:
+    """From the masses of a tile and the state ``before`` in front of it (-inf if there is none) to
+    the number N, ``peak``, the factor and summand of the masses, their last sum ``sum``, and
+    whether they are good enough, ``plain``."""
+    b0, b1 = f"{before}0", f"{before}1"
+    return f"""peak = tl.maximum(top, {b0})
+factor = tl.exp2((top - peak) * {_LOG2E})
+summand = (1.0 + {b1}) * tl.exp2(({b0} - peak) * {_LOG2E})
+sum = mass_of_all * factor + summand
+plain = tl.maximum(begins, {b0}) > peak - {FAR}
+plain = plain & ((peak > {LEAST}) | (peak + tl.log(sum) < -{LEAST}))
+plain = plain & (sum == sum) & (peak < float("inf"))
+plain = {_all("plain", keep)}"""
+
+
+RESULTS = """s0 = peak + tl.log(mass * factor + summand)
 s1 = tl.zeros_like(s0)"""
-# What is carried on: the largest, and the others relative to it
-TOTAL = """c0 = top
-c1 = total - 1.0"""
+
+
+def total(to: str, top: str, mass: str) -> str:
+    """The state of a tile: the largest, and the others relative to it."""
+    return f"{to}0 = {top}\n{to}1 = {mass} - 1.0"

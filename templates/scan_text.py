@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import linecache
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from . import scan, scan_columns, scan_logsumexp, scan_states
+from . import scan, scan_columns, scan_forms, scan_logsumexp, scan_states
 from .scan_program import Program
 
 try:
@@ -291,13 +291,6 @@ def _tile(program: Program, layout: Layout) -> str:
     return _scanned(program, layout.along, program.reverse and layout.ascending)
 
 
-def _masses(program: Program, layout: Layout) -> str:
-    """The plain sums of a scan of log(sum of exp)."""
-    backwards = program.reverse and layout.ascending
-    first = "time == TIME - 1" if backwards else "time == 0"
-    return scan_logsumexp.masses(first, _end(program, layout), backwards)
-
-
 def _taken(program: Program) -> str:
     return "\n".join(f"x{i} = next{i}" for i in range(len(program.inputs)))
 
@@ -325,6 +318,71 @@ def _end(program: Program, layout: Layout) -> str:
     return "time == 0" if program.reverse and layout.ascending else "time == TIME - 1"
 
 
+def _by_masses(program: Program, layout: Layout) -> bool:
+    """Whether tiles are scanned as plain sums where that is good enough."""
+    return scan_logsumexp.applies(program) and (
+        layout.flat or bool(layout.axis and not layout.shared)
+    )
+
+
+def _masses(program: Program, layout: Layout) -> str:
+    backwards = program.reverse and layout.ascending
+    first = "time == TIME - 1" if backwards else "time == 0"
+    return scan_logsumexp.masses(
+        first, _end(program, layout), backwards, layout.along, not layout.flat
+    )
+
+
+def _plain(program: Program) -> Program:
+    """What is done with results that are numbers already."""
+    return replace(program, consume=program.consume.replace(scan_forms.LOGARITHM, "s0"))
+
+
+def _lane_names(program: Program, layout: Layout) -> list[str]:
+    """What one has to know of a lane to reach its elements."""
+    names = _names(program)
+    numbers = [n for n in arguments(program, layout) if n not in (*names, "workspace", "call")]
+    lane = ["lane", "live", *(f"i{i}" for i in range(layout.lane_dims))]
+    return [*(f"{n}_ptr" for n in names), *numbers, *lane]
+
+
+def _exact(program: Program, layout: Layout) -> str:
+    """Scan tile ``k`` without another thought, piece by piece, so that few registers are taken
+    where that is rare; the state ``c`` lies in front of it if ``there`` is one. Gives the last."""
+    c = _leaves("c", program)
+    time = "" if layout.flat else "[None, :]"
+    body = [
+        _place(program, layout, "turn"),
+        _loads(program, layout),
+        _states(program),
+        _tile(program, layout),
+        _after(program, "c", "there | (turn > begin)"),
+        _last(program, "c", _end(program, layout), layout),
+        "if STORE:",
+        _indented(_stores(program, layout)),
+    ]
+    return f"""@triton.jit
+def exact(
+    {", ".join(_lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
+    TILE: tl.constexpr, TIME: tl.constexpr
+):
+    size = tl.full([], TIME, tl.int64)
+    time = tl.arange(0, TIME){time}
+    begin = k * (TILE // TIME)
+    for turn in range(begin, begin + TILE // TIME):
+{_indented(chr(10).join(body), 8)}
+    return {c}
+"""
+
+
+def _exactly(
+    program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
+) -> str:
+    given = ", ".join(_lane_names(program, layout))
+    state = state or _leaves(to, program)
+    return f"{_leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"
+
+
 def _looped(program: Program, layout: Layout) -> str:
     """One program scans its lanes from tile to tile. With ``ahead`` the next tile is loaded while
     one is scanned."""
@@ -347,19 +405,21 @@ def _looped(program: Program, layout: Layout) -> str:
         _after(program, "c", "k > 0"),
         _last(program, "c", _end(program, layout), layout),
     ]
+    scanned.append(_stores(program, layout))
     if not layout.axis:
-        scanned = [scan_columns.looped(program.states)]
-    if layout.axis and scan_logsumexp.applies(program):
-        plain = [scan_logsumexp.RESULTS, scan_logsumexp.TOTAL]
+        scanned = [scan_columns.looped(program.states), _stores(program, layout)]
+    if _by_masses(program, layout):
         scanned = [
-            'c0 = tl.where(k > 0, c0, float("-inf"))',
             _masses(program, layout),
+            'c0 = tl.where(k > 0, c0, float("-inf"))',
+            scan_logsumexp.carried("c", True),
             "if plain:",
-            _indented("\n".join(plain)),
+            _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
+            _indented(scan_logsumexp.total("c", "peak", "sum")),
             "else:",
-            _indented("\n".join(scanned)),
+            "    " + _exactly(program, layout, "c", "k", "k > 0", True),
         ]
-    body = [*loads, _states(program), *scanned, _stores(program, layout)]
+    body = [*loads, _states(program), *scanned]
     parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
     return "\n".join([*parts, _indented("\n".join(body))])
 
@@ -485,31 +545,41 @@ call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
 number = tl.program_id(0).to(tl.int64)"""
     given = "words, lane, lanes, length, size, live, j, call"
-    scanned = [
-        _loads(program, layout),
-        _states(program),
-        _total(program, layout),
-    ]
-    catch_up = [
-        _place(program, layout, "turn"),
-        *scanned,
-        f"announced({given}, turn, {FOREVER}, {e}, GROUP)",
-    ]
+    total = [_total(program, layout)]
+    results = [_behind(program, layout), _stores(program, layout)]
+    if _by_masses(program, layout):
+        nothing = ", ".join(f"tl.zeros([], tl.{TYPES[kind]})" for kind in program.states)
+        total = [
+            _masses(program, layout),
+            scan_logsumexp.total("e", "top", "mass_of_all"),
+            "if not good:",
+            "    " + _exactly(program, layout, "e", "{k}", "False", False, nothing),
+        ]
+        results = [
+            'p0 = tl.where(k > 0, p0, float("-inf"))',
+            scan_logsumexp.carried("p", False),
+            "if plain:",
+            _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
+            "else:",
+            "    " + _exactly(program, layout, "p", "k", "k > 0", True),
+        ]
+    scanned = "\n".join([_loads(program, layout), _states(program), *total])
     parts = [
         head,
         _lanes(layout),
         _place(program, layout),
-        *scanned,
+        scanned.replace("{k}", "k"),
         f"late = announced({given}, k, PATIENCE, {e}, GROUP)",
         f"{p}, later = before({given}, k, PATIENCE, {e}, GROUP)",
         "late = tl.minimum(late, later)",
         "if late < k:",
         "    for turn in range(late, k + 1):",
-        _indented("\n".join(catch_up), 8),
+        _indented(_place(program, layout, "turn"), 8),
+        _indented(scanned.replace("{k}", "turn"), 8),
+        f"        announced({given}, turn, {FOREVER}, {e}, GROUP)",
         f"    {p}, late = before({given}, k, {FOREVER}, {e}, GROUP)",
         _place(program, layout),  # again: kept in registers across the loop it would be costly
-        _behind(program, layout),
-        _stores(program, layout),
+        *results,
     ]
     return "\n".join(parts)
 
@@ -520,13 +590,15 @@ def text(program: Program, layout: Layout) -> str:
     pointers = [*_names(program)]
     numbers = [n for n in arguments(program, layout) if n not in pointers]
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
-    constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(layout))
+    constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(program, layout))
     body = _shared(program, layout) if layout.shared else _looped(program, layout)
     time = f"time = tl.arange(0, TIME){'' if layout.flat else '[None, :]'}"
     if not layout.axis:
         time = scan_columns.TIME
     head = f"size = tl.full([], TIME, tl.int64)\n{time}"
     parts = [_combine(program)]
+    if _by_masses(program, layout):
+        parts.append(_exact(program, layout))
     if layout.shared:
         parts += [_publish(program), _folded(program, layout)]
         parts += [_announced(program, layout), _before(program, layout)]
@@ -539,10 +611,12 @@ def text(program: Program, layout: Layout) -> str:
     return "\n\n".join(parts)
 
 
-def constants_of(layout: Layout) -> list[str]:
+def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
     pieces = [] if layout.axis else ["PIECES", "RUN"]
-    return ["LANES", "TIME", *pieces, *(["GROUP", "WINDOW", "PATIENCE"] if layout.shared else [])]
+    shared = ["GROUP", "WINDOW", "PATIENCE"] if layout.shared else []
+    masses = ["PIECE"] if _by_masses(program, layout) else []
+    return ["LANES", "TIME", *pieces, *shared, *masses]
 
 
 @functools.cache

@@ -34,12 +34,7 @@ def kernels_apply(x: torch.Tensor) -> bool:
 
 
 def _state(dtype: torch.dtype) -> str:
-    if dtype == torch.bool:
-        return "int1"
-    kind = state_type(dtype)
-    if kind == "int32" and dtype != torch.int32:
-        raise NoProgram(f"a state of {dtype} would not wrap around as torch's does")
-    return kind
+    return "int1" if dtype == torch.bool else state_type(dtype)
 
 
 def _graph(text: str, dtypes: Dtypes) -> torch.fx.Graph:

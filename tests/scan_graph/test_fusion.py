@@ -120,6 +120,25 @@ def test_whole_numbers_are_exact(fn, forced, run):
     assert got.dtype == fn(x).dtype and torch.equal(got, fn(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_a_combine_of_narrow_integers_wraps_around(dtype, forced, launches, run):
+    def fn(x):
+        def combine(a, b):
+            return torch.maximum(a[0], b[0]), a[1] * 3 * b[1]
+
+        return associative_scan(combine, (x, x), 1, combine_mode="pointwise")
+
+    x = torch.randint(0, 256, (2, 40)).to(dtype)
+    code = forced(fn, x)
+    assert launches(code).count("scan") == 1
+    expected = [x[:, 0]]
+    for t in range(1, 40):
+        expected.append(expected[-1] * 3 * x[:, t])
+    largest, product = run(code, x)
+    assert torch.equal(largest, x.cummax(1).values)
+    assert torch.equal(product, torch.stack(expected, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_result_in_16_bits_of_wider_values(dtype, forced, run):
     x = torch.rand(R, N)
