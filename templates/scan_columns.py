@@ -44,23 +44,45 @@ def _totals(states: tuple[str, ...]) -> list[str]:
     return lines
 
 
-def _put(states: tuple[str, ...]) -> list[str]:
-    """Put the state ``f`` in front of those of each piece; that of the first has none."""
+def _put(states: tuple[str, ...], there: str) -> list[str]:
+    """Put the state ``f`` in front of those of each piece; in front of the first is something
+    where ``there`` holds."""
     q, s = scan_states.leaves("q", states), scan_states.leaves("s", states)
     wide = ", ".join(f"f{i}[:, None, :]" for i in range(len(states)))
-    lines = [f"{q} = combine({wide}, {s})", "there = ((k > 0) | (piece > 0))[:, None]"]
+    lines = [f"{q} = combine({wide}, {s})", f"there = (({there}) | (piece > 0))[:, None]"]
     return lines + [f"s{i} = tl.where(there, q{i}, s{i})" for i in range(len(states))]
 
 
-def looped(states: tuple[str, ...]) -> str:
-    """From a tile's states ``s`` to their scan behind the carried ``c``, and to the next ``c``."""
+def carried(states: tuple[str, ...], there: str) -> str:
+    """From a tile's states ``s`` to the scan of each piece, its totals ``d`` behind the carried
+    ``c``, which there is where ``there`` holds, and the next ``c``."""
     q, c, d = (scan_states.leaves(prefix, states) for prefix in "qcd")
-    lines = [*_scanned(states), f"{q} = combine({c}, {d})", "first = (piece == 0) & (k > 0)"]
+    lines = [*_scanned(states), f"{q} = combine({c}, {d})", f"first = (piece == 0) & ({there})"]
     lines += [f"d{i} = tl.where(first, q{i}, d{i})" for i in range(len(states))]
     lines += _totals(states)
     for i in range(len(states)):
         lines += [f"q{i} = f{i}", f"f{i} = tl.where(piece == 0, c{i}, f{i})", f"c{i} = q{i}"]
-    return "\n".join(lines + _put(states))
+    return "\n".join(lines)
+
+
+def looped(states: tuple[str, ...], there: str) -> str:
+    """The same, and to the scan of the whole tile behind what is carried."""
+    return "\n".join([carried(states, there), *_put(states, there)])
+
+
+def chunk(states: tuple[str, ...]) -> str:
+    """What is carried out of a chunk: ``e``."""
+    return scan_states.picked(states, "e", "c", "picked0", "piece == 0")
+
+
+def begun(states: tuple[str, ...]) -> str:
+    """``c`` becomes ``p``, what is in front of the chunk."""
+    return "\n".join(f"c{i} = tl.broadcast_to(p{i}, {CARRIED})" for i in range(len(states)))
+
+
+def zeros(states: tuple[str, ...]) -> str:
+    types = [scan_states.TYPES[kind] for kind in states]
+    return "\n".join(f"c{i} = tl.zeros({CARRIED}, tl.{kind})" for i, kind in enumerate(types))
 
 
 def total(states: tuple[str, ...]) -> str:
@@ -76,4 +98,4 @@ def after(states: tuple[str, ...]) -> str:
     for i in range(len(states)):
         lines.append(f"q{i} = tl.where(piece == 0, p{i}, q{i})")
         lines.append(f"f{i} = tl.where(k > 0, q{i}, f{i})")
-    return "\n".join(lines + _put(states))
+    return "\n".join(lines + _put(states, "k > 0"))

@@ -37,6 +37,7 @@ class Tiling:
     group: int = 0
     ascending: bool = True
     ahead: bool = False
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,13 @@ def plan(
     )
     ascending = choice.ascending and bool(axis)  # rows of a tile of columns lie apart anyway
     layout = scan_text.Layout(
-        axis, len(lane_dims), kinds, bool(choice.group), ascending, choice.ahead
+        axis,
+        len(lane_dims),
+        kinds,
+        bool(choice.group),
+        ascending,
+        choice.ahead,
+        bool(choice.parts) and not axis,
     )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
@@ -216,7 +223,9 @@ def plan(
         constants["GROUP"] = choice.group
         constants["PATIENCE"] = scan.PATIENCE
         constants["WINDOW"] = _power(max(3 * choice.group, 64 * choice.warps // choice.lanes))
-        tiles = _cdiv(length, choice.time)
+        if layout.again:
+            constants["PARTS"] = choice.parts
+        tiles = _cdiv(length, choice.time * (choice.parts if layout.again else 1))
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)
         words = scan_text.words_of(program) * lanes * kept

@@ -57,6 +57,7 @@ class Layout:
     shared: bool
     ascending: bool
     ahead: bool
+    again: bool = False
 
     @property
     def flat(self) -> bool:
@@ -407,7 +408,7 @@ def _looped(program: Program, layout: Layout) -> str:
     ]
     scanned.append(_stores(program, layout))
     if not layout.axis:
-        scanned = [scan_columns.looped(program.states), _stores(program, layout)]
+        scanned = [scan_columns.looped(program.states, "k > 0"), _stores(program, layout)]
     if _by_masses(program, layout):
         scanned = [
             _masses(program, layout),
@@ -584,6 +585,47 @@ number = tl.program_id(0).to(tl.int64)"""
     return "\n".join(parts)
 
 
+def _shared_columns(program: Program, layout: Layout) -> str:
+    """The same of chunks of PARTS tiles, which are read again, out of L2, once it is known what
+    precedes them: nothing is held in registers while others are waited for."""
+    e, p = _leaves("e", program), _leaves("p", program)
+    head = """span = size * PARTS
+tiles = tl.cdiv(length, span)
+blocks = tl.cdiv(lanes, LANES)
+words = workspace + 0
+call = tl.full([], call, tl.int64)
+j = tl.arange(0, WINDOW)[:, None].to(tl.int64)
+number = tl.program_id(0).to(tl.int64)"""
+    given = "words, lane, lanes, length, span, live, j, call"
+
+    def parts(k: str, *what: str) -> str:
+        place = _place(program, layout, f"({k} * PARTS + part)")
+        body = [place, _loads(program, layout), _states(program), *what]
+        return "for part in range(0, PARTS):\n" + _indented("\n".join(body))
+
+    reads = scan_columns.carried(program.states, "part > 0")
+    writes = scan_columns.looped(program.states, "k + part > 0"), _stores(program, layout)
+    lines = [
+        head,
+        _lanes(layout),
+        scan_columns.zeros(program.states),
+        parts("k", reads),
+        scan_columns.chunk(program.states),
+        f"late = announced({given}, k, PATIENCE, {e}, GROUP)",
+        f"{p}, later = before({given}, k, PATIENCE, {e}, GROUP)",
+        "late = tl.minimum(late, later)",
+        "if late < k:",
+        "    for turn in range(late, k + 1):",
+        _indented(parts("turn", reads), 8),
+        _indented(scan_columns.chunk(program.states), 8),
+        f"        announced({given}, turn, {FOREVER}, {e}, GROUP)",
+        f"    {p}, late = before({given}, k, {FOREVER}, {e}, GROUP)",
+        scan_columns.begun(program.states),
+        parts("k", *writes),
+    ]
+    return "\n".join(lines)
+
+
 @functools.cache
 def text(program: Program, layout: Layout) -> str:
     """The functions of the kernel; the entry is the last one."""
@@ -592,6 +634,8 @@ def text(program: Program, layout: Layout) -> str:
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(program, layout))
     body = _shared(program, layout) if layout.shared else _looped(program, layout)
+    if layout.again:
+        body = _shared_columns(program, layout)
     time = f"time = tl.arange(0, TIME){'' if layout.flat else '[None, :]'}"
     if not layout.axis:
         time = scan_columns.TIME
@@ -614,6 +658,7 @@ def text(program: Program, layout: Layout) -> str:
 def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
     pieces = [] if layout.axis else ["PIECES", "RUN"]
+    pieces += ["PARTS"] if layout.again else []
     shared = ["GROUP", "WINDOW", "PATIENCE"] if layout.shared else []
     masses = ["PIECE"] if _by_masses(program, layout) else []
     return ["LANES", "TIME", *pieces, *shared, *masses]
