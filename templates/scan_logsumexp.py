@@ -31,8 +31,8 @@ def _all(what: str, keep: bool) -> str:
 
 
 def masses(first: str, last: str, backwards: bool, axis: int, keep: bool) -> str:
-    """From the states of a tile of rows to the number M, ``top``, the ``mass`` of each position, the
-    last one, ``mass_of_all``, and whether they are ``good`` enough for a total. ``first`` and
+    """From the states of a tile of rows to the number M, ``top``, the ``mass`` of each position,
+    the last one, ``mass_of_all``, and whether they are ``good`` enough for a total. ``first`` and
     ``last`` are the ends in the order of the scan; ``keep``: a tile has an axis of lanes."""
     over = f"{axis}, keep_dims=True" if keep else f"{axis}"
     return f"""top = tl.max(tl.where(inside, s0, float("-inf")), {over})

@@ -38,7 +38,6 @@ HELPERS = [
     "picked_run",
     "moved",
 ]
-FOREVER = 2**31 - 1
 BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
 TYPES = scan_states.TYPES
 
@@ -263,7 +262,8 @@ def _pointers(name: str, layout: Layout, kinds: tuple[int | None, ...], at: int 
     return f"{name}_ptr + ({_offset(name, kinds, parts)})"
 
 
-def _loads(program: Program, layout: Layout, to: str = "x") -> str:
+def _loads(program: Program, layout: Layout, to: str = "x", kept: str = "") -> str:
+    """``kept``: how long the L2 is to keep what is read, if not as long as usual."""
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
         free = all(kind == 0 for kind in kinds[1:])
@@ -275,7 +275,8 @@ def _loads(program: Program, layout: Layout, to: str = "x") -> str:
             limits.append(f"(at < length - {ahead})" if ahead > 0 else f"(at >= {-ahead})")
         masked = f", {' & '.join(limits)}, other={given.fill}" if limits else ""
         pointers = _pointers(f"x{i}", layout, kinds, ahead)
-        lines.append(f"{to}{i} = tl.load({pointers}{masked})")
+        policy = f', eviction_policy="{kept}"' if kept and not free and kinds[0] != 0 else ""
+        lines.append(f"{to}{i} = tl.load({pointers}{masked}{policy})")
     return "\n".join(lines)
 
 
@@ -305,12 +306,13 @@ def _after(program: Program, before: str, there: str) -> str:
     return "\n".join(lines)
 
 
-def _stores(program: Program, layout: Layout) -> str:
+def _stores(program: Program, layout: Layout, kept: str = "") -> str:
     lines = [program.consume]
+    policy = f', eviction_policy="{kept}"' if kept else ""
     first = len(program.inputs)
     for i in range(len(program.outputs)):
         pointers = _pointers(f"y{i}", layout, layout.strides[first + i])
-        lines.append(f"tl.store({pointers}, y{i}, inside)")
+        lines.append(f"tl.store({pointers}, y{i}, inside{policy})")
     return "\n".join(lines)
 
 
@@ -377,11 +379,11 @@ def exact(
 
 
 def _exactly(
-    program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
+    program: Program, layout: Layout, to: str, there: str, store: bool, state: str = ""
 ) -> str:
     given = ", ".join(_lane_names(program, layout))
     state = state or _leaves(to, program)
-    return f"{_leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"
+    return f"{_leaves(to, program)} = exact({given}, k, {there}, {state}, {store}, TIME, PIECE)"
 
 
 def _looped(program: Program, layout: Layout) -> str:
@@ -418,7 +420,7 @@ def _looped(program: Program, layout: Layout) -> str:
             _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
             _indented(scan_logsumexp.total("c", "peak", "sum")),
             "else:",
-            "    " + _exactly(program, layout, "c", "k", "k > 0", True),
+            "    " + _exactly(program, layout, "c", "k > 0", True),
         ]
     body = [*loads, _states(program), *scanned]
     parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
@@ -535,8 +537,8 @@ def _behind(program: Program, layout: Layout) -> str:
 
 
 def _shared(program: Program, layout: Layout) -> str:
-    """Tiles of one scan are many programs'. A program that waits in vain does itself, in their
-    order, what those of earlier tiles have not yet done, from the first that is late to its own."""
+    """Tiles of one scan are many programs'. One that waits in vain goes through the tiles from the
+    first that is late to its own, and leaves of each what its program would have announced."""
     window = "" if layout.axis else "[:, None]"
     e, p = _leaves("e", program), _leaves("p", program)
     head = f"""tiles = tl.cdiv(length, size)
@@ -545,7 +547,7 @@ words = workspace + 0
 call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
 number = tl.program_id(0).to(tl.int64)"""
-    given = "words, lane, lanes, length, size, live, j, call"
+    given = f"words, lane, lanes, length, size, live, j, call, k, PATIENCE, {e}, GROUP"
     total = [_total(program, layout)]
     results = [_behind(program, layout), _stores(program, layout)]
     if _by_masses(program, layout):
@@ -554,7 +556,7 @@ number = tl.program_id(0).to(tl.int64)"""
             _masses(program, layout),
             scan_logsumexp.total("e", "top", "mass_of_all"),
             "if not good:",
-            "    " + _exactly(program, layout, "e", "{k}", "False", False, nothing),
+            "    " + _exactly(program, layout, "e", "False", False, nothing),
         ]
         results = [
             'p0 = tl.where(k > 0, p0, float("-inf"))',
@@ -562,26 +564,26 @@ number = tl.program_id(0).to(tl.int64)"""
             "if plain:",
             _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
             "else:",
-            "    " + _exactly(program, layout, "p", "k", "k > 0", True),
+            "    " + _exactly(program, layout, "p", "k > 0", True),
         ]
-    scanned = "\n".join([_loads(program, layout), _states(program), *total])
-    parts = [
-        head,
-        _lanes(layout),
+    body = [
         _place(program, layout),
-        scanned.replace("{k}", "k"),
-        f"late = announced({given}, k, PATIENCE, {e}, GROUP)",
-        f"{p}, later = before({given}, k, PATIENCE, {e}, GROUP)",
-        "late = tl.minimum(late, later)",
-        "if late < k:",
-        "    for turn in range(late, k + 1):",
-        _indented(_place(program, layout, "turn"), 8),
-        _indented(scanned.replace("{k}", "turn"), 8),
-        f"        announced({given}, turn, {FOREVER}, {e}, GROUP)",
-        f"    {p}, late = before({given}, k, {FOREVER}, {e}, GROUP)",
-        _place(program, layout),  # again: kept in registers across the loop it would be costly
-        *results,
+        _loads(program, layout),
+        _states(program),
+        *total,
+        f"late = announced({given})",
+        "if k < own:",
+        "    k += 1",
+        "else:",
+        f"    {p}, later = before({given})",
+        "    late = tl.minimum(late, later)",
+        "    if late < own:",
+        "        k = late",
+        "    else:",
+        _indented("\n".join(results), 8),
+        "        k = own + 1",
     ]
+    parts = [head, _lanes(layout), "own = k", "while k <= own:", _indented("\n".join(body))]
     return "\n".join(parts)
 
 
@@ -596,34 +598,38 @@ words = workspace + 0
 call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW)[:, None].to(tl.int64)
 number = tl.program_id(0).to(tl.int64)"""
-    given = "words, lane, lanes, length, span, live, j, call"
+    given = f"words, lane, lanes, length, span, live, j, call, k, PATIENCE, {e}, GROUP"
 
-    def parts(k: str, *what: str) -> str:
-        place = _place(program, layout, f"({k} * PARTS + part)")
-        body = [place, _loads(program, layout), _states(program), *what]
+    def parts(policy: str, *what: str) -> str:
+        place = _place(program, layout, "(k * PARTS + part)")
+        loads = _loads(program, layout, "x", policy)
+        body = [place, loads, _states(program), *what]
         return "for part in range(0, PARTS):\n" + _indented("\n".join(body))
 
     reads = scan_columns.carried(program.states, "part > 0")
-    writes = scan_columns.looped(program.states, "k + part > 0"), _stores(program, layout)
-    lines = [
-        head,
-        _lanes(layout),
+    writes = (
+        scan_columns.looped(program.states, "k + part > 0"),
+        _stores(program, layout, "evict_first"),
+    )
+    results = [scan_columns.begun(program.states), parts("evict_first", *writes)]
+    body = [
         scan_columns.zeros(program.states),
-        parts("k", reads),
+        parts("evict_last", reads),
         scan_columns.chunk(program.states),
-        f"late = announced({given}, k, PATIENCE, {e}, GROUP)",
-        f"{p}, later = before({given}, k, PATIENCE, {e}, GROUP)",
-        "late = tl.minimum(late, later)",
-        "if late < k:",
-        "    for turn in range(late, k + 1):",
-        _indented(parts("turn", reads), 8),
-        _indented(scan_columns.chunk(program.states), 8),
-        f"        announced({given}, turn, {FOREVER}, {e}, GROUP)",
-        f"    {p}, late = before({given}, k, {FOREVER}, {e}, GROUP)",
-        scan_columns.begun(program.states),
-        parts("k", *writes),
+        f"late = announced({given})",
+        "if k < own:",
+        "    k += 1",
+        "else:",
+        f"    {p}, later = before({given})",
+        "    late = tl.minimum(late, later)",
+        "    if late < own:",
+        "        k = late",
+        "    else:",
+        _indented("\n".join(results), 8),
+        "        k = own + 1",
     ]
-    return "\n".join(lines)
+    parts_ = [head, _lanes(layout), "own = k", "while k <= own:", _indented("\n".join(body))]
+    return "\n".join(parts_)
 
 
 @functools.cache
