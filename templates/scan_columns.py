@@ -6,7 +6,8 @@ registers of one thread. So a piece is scanned by one thread, without a shuffle,
 of pieces, one in RUN positions, meet. A reversed scan runs through the same rows the other way.
 
 What a program carries from tile to tile is the state in front of piece 0, which is where the total
-of the last piece comes to lie when totals move on by one piece.
+of the last piece comes to lie when totals move on by one piece. Where lanes are so few that threads
+have to read on along the time for whole sectors, a piece is one position, and totals are results.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ def _scanned(states: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _totals(states: tuple[str, ...]) -> list[str]:
-    """Scan the totals: ``d``; ``f`` is what they are one piece further, the last one at piece 0."""
-    d = scan_states.group("d", states)
-    lines = [f"{scan_states.leaves('d', states)} = tl.associative_scan({d}, 0, combine)"]
+def _moved(states: tuple[str, ...]) -> list[str]:
+    """``f``: the totals ``d`` one piece further, the last one at piece 0."""
+    lines = []
     for i, kind in enumerate(states):
         if kind == "int1":
             lines.append(f"f{i} = moved(d{i}.to(tl.int32), PIECES).to(tl.int1)")
@@ -44,30 +44,40 @@ def _totals(states: tuple[str, ...]) -> list[str]:
     return lines
 
 
-def _put(states: tuple[str, ...], there: str) -> list[str]:
-    """Put the state ``f`` in front of those of each piece; in front of the first is something
-    where ``there`` holds."""
-    q, s = scan_states.leaves("q", states), scan_states.leaves("s", states)
-    wide = ", ".join(f"f{i}[:, None, :]" for i in range(len(states)))
-    lines = [f"{q} = combine({wide}, {s})", f"there = (({there}) | (piece > 0))[:, None]"]
-    return lines + [f"s{i} = tl.where(there, q{i}, s{i})" for i in range(len(states))]
-
-
 def carried(states: tuple[str, ...], there: str) -> str:
-    """From a tile's states ``s`` to the scan of each piece, its totals ``d`` behind the carried
-    ``c``, which there is where ``there`` holds, and the next ``c``."""
+    """From a tile's states ``s`` to the scan of each piece, to the scan ``d`` of their totals
+    behind the carried ``c``, which is one where ``there`` holds, and to the next ``c``."""
     q, c, d = (scan_states.leaves(prefix, states) for prefix in "qcd")
-    lines = [*_scanned(states), f"{q} = combine({c}, {d})", f"first = (piece == 0) & ({there})"]
-    lines += [f"d{i} = tl.where(first, q{i}, d{i})" for i in range(len(states))]
-    lines += _totals(states)
-    for i in range(len(states)):
-        lines += [f"q{i} = f{i}", f"f{i} = tl.where(piece == 0, c{i}, f{i})", f"c{i} = q{i}"]
+    count = range(len(states))
+    moved = _moved(states)
+    for i in count:
+        moved += [f"q{i} = f{i}", f"f{i} = tl.where(piece == 0, c{i}, f{i})", f"c{i} = q{i}"]
+    last = scan_states.picked(states, "c", "d", "picked0", "piece == PIECES - 1").splitlines()
+    last += [f"c{i} = tl.broadcast_to(c{i}, {CARRIED})" for i in count]
+    lines = [
+        *_scanned(states),
+        f"{q} = combine({c}, {d})",
+        f"first = (piece == 0) & ({there})",
+        *(f"d{i} = tl.where(first, q{i}, d{i})" for i in count),
+        f"{d} = tl.associative_scan({scan_states.group('d', states)}, 0, combine)",
+        *_branch(last, moved),
+    ]
     return "\n".join(lines)
+
+
+def _branch(single: list[str], several: list[str]) -> list[str]:
+    """Statements where a piece is a single position, and where it is several."""
+    return ["if RUN == 1:", *(f"    {x}" for x in single), "else:", *(f"    {x}" for x in several)]
 
 
 def looped(states: tuple[str, ...], there: str) -> str:
     """The same, and to the scan of the whole tile behind what is carried."""
-    return "\n".join([carried(states, there), *_put(states, there)])
+    q, s = scan_states.leaves("q", states), scan_states.leaves("s", states)
+    wide = ", ".join(f"f{i}[:, None, :]" for i in range(len(states)))
+    put = [f"{q} = combine({wide}, {s})", f"there = (({there}) | (piece > 0))[:, None]"]
+    put += [f"s{i} = tl.where(there, q{i}, s{i})" for i in range(len(states))]
+    single = [f"s{i} = d{i}[:, None, :]" for i in range(len(states))]
+    return "\n".join([carried(states, there), *_branch(single, put)])
 
 
 def chunk(states: tuple[str, ...]) -> str:
@@ -83,19 +93,3 @@ def begun(states: tuple[str, ...]) -> str:
 def zeros(states: tuple[str, ...]) -> str:
     types = [scan_states.TYPES[kind] for kind in states]
     return "\n".join(f"c{i} = tl.zeros({CARRIED}, tl.{kind})" for i, kind in enumerate(types))
-
-
-def total(states: tuple[str, ...]) -> str:
-    """From a tile's states ``s`` to the scan of each piece, and to the tile's total ``e``."""
-    last = scan_states.picked(states, "e", "d", "picked0", "piece == PIECES - 1")
-    return "\n".join([*_scanned(states), *_totals(states), last])
-
-
-def after(states: tuple[str, ...]) -> str:
-    """Put ``p``, the state in front of the tile where there is any, in front of its pieces."""
-    q, p, f = (scan_states.leaves(prefix, states) for prefix in "qpf")
-    lines = [f"{q} = combine({p}, {f})"]
-    for i in range(len(states)):
-        lines.append(f"q{i} = tl.where(piece == 0, p{i}, q{i})")
-        lines.append(f"f{i} = tl.where(k > 0, q{i}, f{i})")
-    return "\n".join(lines + _put(states, "k > 0"))

@@ -22,22 +22,25 @@ Size = Any  # int or SymInt
 ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
 SHORT = 4096  # positions up to which cutting a scan costs more than it brings
 LONG = 1 << 26  # positions from which there are tiles enough for large ones
+CHUNK, AHEAD = 1 << 16, 1 << 16  # bytes that a cut of columns reads, and that are loaded early
 GROUP = 85  # tiles that are one group; three levels of them are one window of 256 words
 
 
 @dataclass(frozen=True)
 class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
-    0 where a program scans all of its lanes. ``ascending``: a reversed scan turns a tile around
-    in registers, else in its addresses. ``ahead``: who goes from tile to tile loads one early."""
+    0 where a program scans all of its lanes. ``ascending``: a reversed scan of rows turns a tile
+    around in registers, else in its addresses. ``ahead``: how many tiles who goes from one to the
+    next loads early: one of rows, in registers; of columns in shared memory. ``parts``: tiles of
+    columns that have a total together, where a scan is cut."""
 
     lanes: int
     time: int
     warps: int
     group: int = 0
     ascending: bool = True
-    ahead: bool = False
-    parts: int = 0
+    ahead: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,20 +127,34 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
         time = min(time, _power(length))
         few = max(1, min(_power(lanes), 512 // time))
         warps = max(1, min(warps, few * time // 256))
-        # many rows hide by themselves what a program waits for
-        ahead = length > time and (held > 2 or program.reverse or lanes < 8 * ROWS)
-        return Tiling(few, time, warps, 0, not (program.reverse and shifted), ahead)
+        return Tiling(few, time, warps, 0, not (program.reverse and shifted), int(length > time))
+    return _columns(program, held, lanes, length)
+
+
+def _columns(program: Program, held: int, lanes: int, length: int) -> Tiling:
+    """Whole sectors of 64 bytes and more, and as many bytes under way as a multiprocessor needs."""
+    entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
+    if any(kind in ("fp64", "int64") for kind in program.states):
+        entries //= 2
+    read = sum(given.dtype.itemsize for given in program.inputs)
     if length > SHORT // 4 and -(-lanes // 16) < ROWS:
         wide = min(_power(lanes), 32)
-        many = held > 4 or scan_text.words_of(program) > 2
-        entries = 16384 if held <= 2 else 1024 if held > 6 else 2048 if many else 4096
-        time = min(4096, entries // wide)
-        return Tiling(wide, time, 4, 21, not program.reverse)
-    wide = min(_power(lanes), 64 if lanes >= 64 * 2 * ROWS else 16)
-    entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
+        time = entries // (2 * wide if wide < 8 else wide)
+        chunk = min(CHUNK, lanes * length * read // (3 * ROWS))
+        return Tiling(wide, time, 4, 10, parts=max(1, _floor(chunk // (wide * time * read))))
+    wide, warps = 16, 4
+    if lanes >= 32 * ROWS:
+        wide = 32 if lanes < 128 * ROWS else 64
+        if lanes < 64 * ROWS and held <= 2:  # a program on each multiprocessor
+            entries, warps = 2 * entries, 8
+    wide = min(_power(lanes), wide)
     time = min(_power(length), entries // wide)
-    warps = max(1, min(4, wide * time // 256))
-    return Tiling(wide, time, warps, 0, not program.reverse, length > time)
+    ahead = min(3, AHEAD // (wide * time * read)) if length > time else 0
+    return Tiling(wide, time, max(1, min(warps, wide * time // 256)), ahead=ahead)
+
+
+def _floor(n: int) -> int:
+    return 1 << max(0, n.bit_length() - 1)
 
 
 def _pieces(program: Program, tile: Tiling) -> int:
@@ -146,6 +163,8 @@ def _pieces(program: Program, tile: Tiling) -> int:
     narrowest = min(
         [given.dtype.itemsize for given in program.inputs] + [y.itemsize for y in program.outputs]
     )
+    if tile.lanes * narrowest < 32:  # less than a sector: neighbours in memory to neighbours
+        return tile.time
     beside = max(1, tile.lanes * narrowest // 16)  # threads for the lanes of one position
     return max(1, min(tile.time, 32 * tile.warps // beside))
 
@@ -197,8 +216,7 @@ def plan(
         kinds,
         bool(choice.group),
         ascending,
-        choice.ahead,
-        bool(choice.parts) and not axis,
+        bool(choice.ahead and axis),
     )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
@@ -216,6 +234,7 @@ def plan(
     if not axis:
         pieces = _pieces(program, choice)
         constants |= {"PIECES": pieces, "RUN": choice.time // pieces}
+        constants |= {"PARTS": choice.parts} if choice.group else {"STAGES": 1 + choice.ahead}
     if "PIECE" in scan_text.constants_of(program, layout):
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
@@ -223,9 +242,7 @@ def plan(
         constants["GROUP"] = choice.group
         constants["PATIENCE"] = scan.PATIENCE
         constants["WINDOW"] = _power(max(3 * choice.group, 64 * choice.warps // choice.lanes))
-        if layout.again:
-            constants["PARTS"] = choice.parts
-        tiles = _cdiv(length, choice.time * (choice.parts if layout.again else 1))
+        tiles = _cdiv(length, choice.time * (1 if axis else choice.parts))
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)
         words = scan_text.words_of(program) * lanes * kept

@@ -56,7 +56,6 @@ class Layout:
     shared: bool
     ascending: bool
     ahead: bool
-    again: bool = False
 
     @property
     def flat(self) -> bool:
@@ -389,10 +388,10 @@ def _exactly(
 def _looped(program: Program, layout: Layout) -> str:
     """One program scans its lanes from tile to tile. With ``ahead`` the next tile is loaded while
     one is scanned."""
-    shape = "lane.shape" if layout.axis else scan_columns.CARRIED
     zeros = "\n".join(
-        f"c{i} = tl.zeros({shape}, tl.{TYPES[kind]})" for i, kind in enumerate(program.states)
+        f"c{i} = tl.zeros(lane.shape, tl.{TYPES[kind]})" for i, kind in enumerate(program.states)
     )
+    tiles = "range(0, tl.cdiv(length, TIME))"
     loads = [_place(program, layout), _loads(program, layout)]
     first: list[str] = []
     if layout.ahead:
@@ -410,7 +409,9 @@ def _looped(program: Program, layout: Layout) -> str:
     ]
     scanned.append(_stores(program, layout))
     if not layout.axis:
+        zeros = scan_columns.zeros(program.states)
         scanned = [scan_columns.looped(program.states, "k > 0"), _stores(program, layout)]
+        tiles = "tl.range(0, tl.cdiv(length, TIME), num_stages=STAGES)"
     if _by_masses(program, layout):
         scanned = [
             _masses(program, layout),
@@ -423,7 +424,7 @@ def _looped(program: Program, layout: Layout) -> str:
             "    " + _exactly(program, layout, "c", "k > 0", True),
         ]
     body = [*loads, _states(program), *scanned]
-    parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
+    parts = [_lanes(layout), zeros, *first, f"for k in {tiles}:"]
     return "\n".join([*parts, _indented("\n".join(body))])
 
 
@@ -524,16 +525,25 @@ return {p}, late"""
     )
 
 
-def _total(program: Program, layout: Layout) -> str:
-    """From the states of a tile of a shared scan to their scan, and to its last state ``e``."""
-    if layout.axis:
-        return f"{_tile(program, layout)}\n{_last(program, 'e', _end(program, layout), layout)}"
-    return scan_columns.total(program.states)
+def _chunk(program: Program, layout: Layout) -> tuple[list[str], list[str], list[str]]:
+    """Of a shared scan of columns: a chunk of PARTS tiles, its total, its results. It is read
+    twice, the second time out of L2 and knowing what precedes it: no register holds it while
+    others are waited for, and it may be larger than they are."""
+    states = program.states
 
+    def parts(kept: str, *what: str) -> str:
+        place = _place(program, layout, "(k * PARTS + part)")
+        body = [place, _loads(program, layout, "x", kept), _states(program), *what]
+        return "for part in range(0, PARTS):\n" + _indented("\n".join(body))
 
-def _behind(program: Program, layout: Layout) -> str:
-    """Put what precedes a tile, ``p``, in front of its states."""
-    return _after(program, "p", "k > 0") if layout.axis else scan_columns.after(program.states)
+    sums = parts("evict_last", scan_columns.carried(states, "part > 0"))
+    scan = scan_columns.looped(states, "k + part > 0")
+    results = parts("evict_first", scan, _stores(program, layout, "evict_first"))
+    return (
+        [scan_columns.zeros(states), sums],
+        [scan_columns.chunk(states)],
+        [scan_columns.begun(states), results],
+    )
 
 
 def _shared(program: Program, layout: Layout) -> str:
@@ -541,15 +551,17 @@ def _shared(program: Program, layout: Layout) -> str:
     first that is late to its own, and leaves of each what its program would have announced."""
     window = "" if layout.axis else "[:, None]"
     e, p = _leaves("e", program), _leaves("p", program)
-    head = f"""tiles = tl.cdiv(length, size)
+    span = "size" if layout.axis else "span"  # positions of what has a total
+    head = f"""tiles = tl.cdiv(length, {span})
 blocks = tl.cdiv(lanes, LANES)
 words = workspace + 0
 call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
 number = tl.program_id(0).to(tl.int64)"""
-    given = f"words, lane, lanes, length, size, live, j, call, k, PATIENCE, {e}, GROUP"
-    total = [_total(program, layout)]
-    results = [_behind(program, layout), _stores(program, layout)]
+    given = f"words, lane, lanes, length, {span}, live, j, call, k, PATIENCE, {e}, GROUP"
+    read = [_place(program, layout), _loads(program, layout), _states(program)]
+    total = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
+    results = [_after(program, "p", "k > 0"), _stores(program, layout)]
     if _by_masses(program, layout):
         nothing = ", ".join(f"tl.zeros([], tl.{TYPES[kind]})" for kind in program.states)
         total = [
@@ -566,10 +578,11 @@ number = tl.program_id(0).to(tl.int64)"""
             "else:",
             "    " + _exactly(program, layout, "p", "k > 0", True),
         ]
+    if not layout.axis:
+        head = f"span = size * PARTS\n{head}"
+        read, total, results = _chunk(program, layout)
     body = [
-        _place(program, layout),
-        _loads(program, layout),
-        _states(program),
+        *read,
         *total,
         f"late = announced({given})",
         "if k < own:",
@@ -587,51 +600,6 @@ number = tl.program_id(0).to(tl.int64)"""
     return "\n".join(parts)
 
 
-def _shared_columns(program: Program, layout: Layout) -> str:
-    """The same of chunks of PARTS tiles, which are read again, out of L2, once it is known what
-    precedes them: nothing is held in registers while others are waited for."""
-    e, p = _leaves("e", program), _leaves("p", program)
-    head = """span = size * PARTS
-tiles = tl.cdiv(length, span)
-blocks = tl.cdiv(lanes, LANES)
-words = workspace + 0
-call = tl.full([], call, tl.int64)
-j = tl.arange(0, WINDOW)[:, None].to(tl.int64)
-number = tl.program_id(0).to(tl.int64)"""
-    given = f"words, lane, lanes, length, span, live, j, call, k, PATIENCE, {e}, GROUP"
-
-    def parts(policy: str, *what: str) -> str:
-        place = _place(program, layout, "(k * PARTS + part)")
-        loads = _loads(program, layout, "x", policy)
-        body = [place, loads, _states(program), *what]
-        return "for part in range(0, PARTS):\n" + _indented("\n".join(body))
-
-    reads = scan_columns.carried(program.states, "part > 0")
-    writes = (
-        scan_columns.looped(program.states, "k + part > 0"),
-        _stores(program, layout, "evict_first"),
-    )
-    results = [scan_columns.begun(program.states), parts("evict_first", *writes)]
-    body = [
-        scan_columns.zeros(program.states),
-        parts("evict_last", reads),
-        scan_columns.chunk(program.states),
-        f"late = announced({given})",
-        "if k < own:",
-        "    k += 1",
-        "else:",
-        f"    {p}, later = before({given})",
-        "    late = tl.minimum(late, later)",
-        "    if late < own:",
-        "        k = late",
-        "    else:",
-        _indented("\n".join(results), 8),
-        "        k = own + 1",
-    ]
-    parts_ = [head, _lanes(layout), "own = k", "while k <= own:", _indented("\n".join(body))]
-    return "\n".join(parts_)
-
-
 @functools.cache
 def text(program: Program, layout: Layout) -> str:
     """The functions of the kernel; the entry is the last one."""
@@ -640,8 +608,6 @@ def text(program: Program, layout: Layout) -> str:
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(program, layout))
     body = _shared(program, layout) if layout.shared else _looped(program, layout)
-    if layout.again:
-        body = _shared_columns(program, layout)
     time = f"time = tl.arange(0, TIME){'' if layout.flat else '[None, :]'}"
     if not layout.axis:
         time = scan_columns.TIME
@@ -663,9 +629,9 @@ def text(program: Program, layout: Layout) -> str:
 
 def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
-    pieces = [] if layout.axis else ["PIECES", "RUN"]
-    pieces += ["PARTS"] if layout.again else []
     shared = ["GROUP", "WINDOW", "PATIENCE"] if layout.shared else []
+    columns = ["PIECES", "RUN", "PARTS" if layout.shared else "STAGES"]
+    pieces = [] if layout.axis else columns
     masses = ["PIECE"] if _by_masses(program, layout) else []
     return ["LANES", "TIME", *pieces, *shared, *masses]
 

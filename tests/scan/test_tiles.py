@@ -16,8 +16,8 @@ FP32, INT64 = torch.float32, torch.int64
 WAYS = {
     "one tile": Tiling(2, 64, 1),
     "looped": Tiling(2, 8, 1),
-    "looped, loaded ahead": Tiling(4, 8, 1, 0, True, True),
-    "looped, by addresses, ahead": Tiling(2, 4, 1, 0, False, True),
+    "looped, loaded ahead": Tiling(4, 8, 1, 0, True, 1),
+    "looped, by addresses, ahead": Tiling(2, 4, 1, 0, False, 1),
     "shared": Tiling(2, 4, 1, 2),
     "shared, by addresses": Tiling(1, 2, 1, 2, False),
     "shared, groups of 3": Tiling(2, 2, 1, 3),
@@ -25,7 +25,7 @@ WAYS = {
 # a thread has two or four neighbouring positions
 COLUMNS = {
     "looped": Tiling(32, 8, 1),
-    "looped, loaded ahead": Tiling(32, 16, 1, 0, True, True),
+    "looped, loaded ahead": Tiling(32, 16, 1, ahead=2),
     "chunks, read again": Tiling(32, 8, 1, 2, parts=2),
 }
 
