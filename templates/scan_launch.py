@@ -31,8 +31,10 @@ class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
     0 where a program scans all of its lanes. ``ascending``: a reversed scan of rows turns a tile
     around in registers, else in its addresses. ``ahead``: how many tiles who goes from one to the
-    next loads early: one of rows, in registers; of columns in shared memory. ``parts``: tiles of
-    columns that have a total together, where a scan is cut."""
+    next loads early: one of rows, in registers; of columns in shared memory. ``pieces`` of a tile
+    are scanned one after the other, each in fewer registers. ``depth``: groups whose tiles are read
+    one by one, which should be all that a card runs at a time. ``parts``: tiles of columns that
+    have a total together, where a scan is cut."""
 
     lanes: int
     time: int
@@ -40,6 +42,8 @@ class Tiling:
     group: int = 0
     ascending: bool = True
     ahead: int = 0
+    pieces: int = 1
+    depth: int = 0
     parts: int = 1
 
 
@@ -141,7 +145,7 @@ def _columns(program: Program, held: int, lanes: int, length: int) -> Tiling:
         wide = min(_power(lanes), 32)
         time = entries // (2 * wide if wide < 8 else wide)
         chunk = min(CHUNK, lanes * length * read // (3 * ROWS))
-        return Tiling(wide, time, 4, 10, parts=max(1, _floor(chunk // (wide * time * read))))
+        return Tiling(wide, time, 4, 8, parts=max(1, _floor(chunk // (wide * time * read))))
     wide, warps = 16, 4
     if lanes >= 32 * ROWS:
         wide = 32 if lanes < 128 * ROWS else 64
@@ -206,6 +210,8 @@ def plan(
         choice = tiling(program, axis, hint(lanes), hint(length))
     if axis and choice.group:  # a piece of one lane
         choice = replace(choice, lanes=1)
+    if not axis or not choice.group or scan_logsumexp.applies(program):
+        choice = replace(choice, pieces=1)
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
@@ -217,6 +223,7 @@ def plan(
         bool(choice.group),
         ascending,
         bool(choice.ahead and axis),
+        choice.pieces,
     )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
@@ -230,7 +237,7 @@ def plan(
         f"{n}_ptr" if n in names else n: values[n] for n in scan_text.arguments(program, layout)
     }
     blocks = _cdiv(lanes, choice.lanes)
-    constants = {"LANES": choice.lanes, "TIME": choice.time}
+    constants = {"LANES": choice.lanes, "TIME": choice.time // choice.pieces}
     if not axis:
         pieces = _pieces(program, choice)
         constants |= {"PIECES": pieces, "RUN": choice.time // pieces}
@@ -241,7 +248,10 @@ def plan(
     if choice.group:
         constants["GROUP"] = choice.group
         constants["PATIENCE"] = scan.PATIENCE
-        constants["WINDOW"] = _power(max(3 * choice.group, 64 * choice.warps // choice.lanes))
+        constants["DEPTH"] = choice.depth
+        few = (choice.depth + 3) * choice.group
+        constants["WINDOW"] = _power(max(few + 8, 64 * choice.warps // choice.lanes))
+        constants["SUPERS"] = constants["WINDOW"] - few
         tiles = _cdiv(length, choice.time * (1 if axis else choice.parts))
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)

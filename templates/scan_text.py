@@ -48,7 +48,8 @@ class Layout:
     a lane's. ``strides``: per tensor (inputs, then outputs) the kinds of its strides along the time
     and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
     cut among programs. ``ascending``: a reversed scan's tile is in the order of memory.
-    ``ahead``: a program loads a tile before it is done with the last one."""
+    ``ahead``: a program loads a tile before it is done with the last one. ``pieces`` of a tile that
+    are scanned one after the other, where others scan the same lane."""
 
     axis: int
     lane_dims: int
@@ -56,6 +57,7 @@ class Layout:
     shared: bool
     ascending: bool
     ahead: bool
+    pieces: int = 1
 
     @property
     def flat(self) -> bool:
@@ -79,8 +81,9 @@ def _indented(text: str, by: int = 4) -> str:
     return "\n".join(" " * by + line for line in text.splitlines() if line.strip())
 
 
-def _leaves(prefix: str, program: Program) -> str:
-    return scan_states.leaves(prefix, program.states)
+def _leaves(prefix: str, program: Program, piece: int | None = None) -> str:
+    suffix = "" if piece is None else f"_of{piece}"
+    return ", ".join(f"{prefix}{i}{suffix}" for i in range(len(program.states)))
 
 
 def _names(program: Program) -> list[str]:
@@ -232,12 +235,12 @@ def _place(program: Program, layout: Layout, k: str = "k") -> str:
     is ``start + time``, and what is ``left`` of the tensor decides what is ``inside``."""
     lines = []
     if program.reverse and layout.ascending:
-        lines += [f"start = length - ({k} + 1) * size", "at = start + time", "t = length - 1 - at"]
-        lines.append("left = tl.maximum(-start, 0).to(tl.int32)")
+        lines += [f"start = length - ({k} + 1) * TIME", "at = start + time", "t = length - 1 - at"]
+        lines += ["left = tl.maximum(-start, 0).to(tl.int32)", "whole = left == 0"]
     else:
-        lines += [f"start = {k} * size", "t = start + time"]
+        lines += [f"start = {k} * TIME", "t = start + time"]
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
-        lines.append("left = tl.minimum(length - start, size).to(tl.int32)")
+        lines += ["left = tl.minimum(length - start, TIME).to(tl.int32)", "whole = left == TIME"]
     return "\n".join([*lines, f"inside = {_live(layout)} & {_there(program, layout)}"])
 
 
@@ -261,13 +264,25 @@ def _pointers(name: str, layout: Layout, kinds: tuple[int | None, ...], at: int 
     return f"{name}_ptr + ({_offset(name, kinds, parts)})"
 
 
+def _either(whole: str, part: str) -> str:
+    """What is done with a tile in its middle needs no masks, which would take registers from the
+    loads to the stores."""
+    return f"if whole:\n{_indented(whole)}\nelse:\n{_indented(part)}"
+
+
 def _loads(program: Program, layout: Layout, to: str = "x", kept: str = "") -> str:
     """``kept``: how long the L2 is to keep what is read, if not as long as usual."""
+    if layout.flat:
+        return _either(_loaded(program, layout, to, True), _loaded(program, layout, to, False))
+    return _loaded(program, layout, to, False, kept)
+
+
+def _loaded(program: Program, layout: Layout, to: str, whole: bool, kept: str = "") -> str:
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
-        free = all(kind == 0 for kind in kinds[1:])
+        free = whole or all(kind == 0 for kind in kinds[1:])
         limits = [] if free else [_live(layout)]
-        if kinds[0] != 0:
+        if kinds[0] != 0 and not whole:
             limits.append(_there(program, layout))
         ahead = given.shift if program.reverse else -given.shift  # in memory
         if ahead:
@@ -306,13 +321,16 @@ def _after(program: Program, before: str, there: str) -> str:
 
 
 def _stores(program: Program, layout: Layout, kept: str = "") -> str:
-    lines = [program.consume]
     policy = f', eviction_policy="{kept}"' if kept else ""
     first = len(program.inputs)
+    stores = []
     for i in range(len(program.outputs)):
         pointers = _pointers(f"y{i}", layout, layout.strides[first + i])
-        lines.append(f"tl.store({pointers}, y{i}, inside{policy})")
-    return "\n".join(lines)
+        stores.append(f"tl.store({pointers}, y{i}, inside{policy})")
+    part = "\n".join(stores)
+    if layout.flat:
+        part = _either(part.replace(", inside)", ")"), part)
+    return f"{program.consume}\n{part}"
 
 
 def _end(program: Program, layout: Layout) -> str:
@@ -368,7 +386,6 @@ def exact(
     {", ".join(_lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
     TILE: tl.constexpr, TIME: tl.constexpr
 ):
-    size = tl.full([], TIME, tl.int64)
     time = tl.arange(0, TIME){time}
     begin = k * (TILE // TIME)
     for turn in range(begin, begin + TILE // TIME):
@@ -378,11 +395,11 @@ def exact(
 
 
 def _exactly(
-    program: Program, layout: Layout, to: str, there: str, store: bool, state: str = ""
+    program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
 ) -> str:
     given = ", ".join(_lane_names(program, layout))
     state = state or _leaves(to, program)
-    return f"{_leaves(to, program)} = exact({given}, k, {there}, {state}, {store}, TIME, PIECE)"
+    return f"{_leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"
 
 
 def _looped(program: Program, layout: Layout) -> str:
@@ -392,15 +409,15 @@ def _looped(program: Program, layout: Layout) -> str:
         f"c{i} = tl.zeros(lane.shape, tl.{TYPES[kind]})" for i, kind in enumerate(program.states)
     )
     tiles = "range(0, tl.cdiv(length, TIME))"
-    loads = [_place(program, layout), _loads(program, layout)]
+    loads = [_place(program, layout, "(zero + k)"), _loads(program, layout)]
     first: list[str] = []
     if layout.ahead:
-        first = [_place(program, layout, "0"), _loads(program, layout, "next")]
+        first = [_place(program, layout, "zero"), _loads(program, layout, "next")]
         loads = [
             _taken(program),
-            _place(program, layout, "(k + 1)"),
+            _place(program, layout, "(zero + k + 1)"),
             _loads(program, layout, "next"),
-            _place(program, layout),
+            _place(program, layout, "(zero + k)"),
         ]
     scanned = [
         _tile(program, layout),
@@ -421,10 +438,10 @@ def _looped(program: Program, layout: Layout) -> str:
             _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
             _indented(scan_logsumexp.total("c", "peak", "sum")),
             "else:",
-            "    " + _exactly(program, layout, "c", "k > 0", True),
+            "    " + _exactly(program, layout, "c", "k", "k > 0", True),
         ]
     body = [*loads, _states(program), *scanned]
-    parts = [_lanes(layout), zeros, *first, f"for k in {tiles}:"]
+    parts = [_lanes(layout), "zero = tl.full([], 0, tl.int64)", zeros, *first, f"for k in {tiles}:"]
     return "\n".join([*parts, _indented("\n".join(body))])
 
 
@@ -436,9 +453,6 @@ def _bases(layout: Layout) -> str:
 groups = tl.cdiv(tiles, GROUP)
 supers = tl.cdiv(groups, GROUP)
 group = k // GROUP
-above = group // GROUP
-own = k % GROUP
-near = group % GROUP
 base0 = {at[0]}
 base1 = lanes * tiles + {at[1]}
 base2 = lanes * (tiles + groups) + {at[2]}
@@ -449,13 +463,14 @@ _GIVEN = "words, lane, lanes, length, size, live, j, call, k, patience"
 
 
 def _announced(program: Program, layout: Layout) -> str:
-    """Publish the total of tile ``k``, and those of the group and the group of groups that end
-    with it. Gives the first tile that was waited for in vain, else ``k``."""
+    """Publish the total of tile ``k``; and those of the group and the group of groups that end with
+    it, if what they are made of is there."""
     e, u, g = (_leaves(prefix, program) for prefix in "eug")
     step = "" if layout.axis else " * lanes"
     window = "j, live, call"
-    body = f"""publish(words, plane, base0 + k{step}, live, call, {e})
-late = k
+    body = f"""above = group // GROUP
+own = k % GROUP
+near = group % GROUP
 if own == GROUP - 1:
     tile = group * GROUP + j
     {u}, late = folded(words, plane, base0 + tile{step}, tile, {window}, own, k, patience)
@@ -469,35 +484,40 @@ if own == GROUP - 1:
             )
             if late == k:
                 {g} = combine({u}, {g})
-                publish(words, plane, base2 + above{step}, live, call, {g})
-return late"""
+                publish(words, plane, base2 + above{step}, live, call, {g})"""
+    announced = f"publish(words, plane, base0 + k{step}, live, call, {e})"
     return (
         f"@triton.jit\ndef announced({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
+        f"{_indented(_bases(layout))}\n{_indented(announced)}\n\n\n"
+        f"@triton.jit\ndef closed({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
         f"{_indented(_bases(layout))}\n{_indented(body)}\n"
     )
 
 
 def _before(program: Program, layout: Layout) -> str:
     """The state in front of tile ``k`` (any, if it is the first): of groups of groups, then groups,
-    then tiles in front of it, in one window. And the first tile that was waited for in vain, else
-    ``k``."""
+    then tiles in front of it, in one window. Of the last DEPTH groups it is the tiles, and of the
+    last group of groups the groups: of what has just been computed totals are not waited for. And
+    the first tile that was waited for in vain, else ``k``."""
     p, u, g = (_leaves(prefix, program) for prefix in "pug")
     e = _leaves("e", program)
     step = "" if layout.axis else " * lanes"
     window = "j, live, call"
     count = range(len(program.states))
-    joined = "\n".join(
-        f"p{i} = tl.where((w > 0) | (far + near + own > 0), g{i}, u{i})" for i in count
-    )
-    body = f"""far = above % GROUP
+    joined = "\n".join(f"p{i} = tl.where((w > 0) | (k > 0), g{i}, u{i})" for i in count)
+    body = f"""group0 = tl.maximum(group - DEPTH, 0)
+super0 = tl.maximum(group0 // GROUP - 1, 0)
+far = super0 % SUPERS
+near = far + group0 - super0 * GROUP
+own = near + k - group0 * GROUP
 late = k
 {chr(10).join(f"p{i} = e{i}" for i in count)}
-if far + near + own > 0:
-    tile0 = group * GROUP + j - far - near
-    tile1 = above * GROUP + j - far
-    tile2 = above - far + j
+if k > 0:
+    tile0 = group0 * GROUP + j - near
+    tile1 = super0 * GROUP + j - far
+    tile2 = super0 - far + j
     is2 = j < far
-    is1 = j < far + near
+    is1 = j < near
     {p}, late = folded(
         words,
         plane,
@@ -506,97 +526,189 @@ if far + near + own > 0:
         ),
         tl.where(is2, tile2 * (GROUP * GROUP), tl.where(is1, tile1 * GROUP, tile0)),
         {window},
-        far + near + own,
+        own,
         k,
         patience,
     )
-for w in range(0, above // GROUP):
-    tile2 = (above // GROUP - 1 - w) * GROUP + j
+for w in range(0, super0 // SUPERS):
+    tile2 = (super0 // SUPERS - 1 - w) * SUPERS + j
     {u}, later = folded(
-        words, plane, base2 + tile2{step}, tile2 * (GROUP * GROUP), {window}, GROUP, k, patience
+        words, plane, base2 + tile2{step}, tile2 * (GROUP * GROUP), {window}, SUPERS, k, patience
     )
     late = tl.minimum(late, later)
     {g} = combine({u}, {p})
 {_indented(joined)}
 return {p}, late"""
     return (
-        f"@triton.jit\ndef before({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
-        f"{_indented(_bases(layout))}\n{_indented(body)}\n"
+        f"@triton.jit\ndef before({_GIVEN}, {e}, GROUP: tl.constexpr, DEPTH: tl.constexpr, "
+        f"SUPERS: tl.constexpr):\n{_indented(_bases(layout))}\n{_indented(body)}\n"
     )
 
 
-def _chunk(program: Program, layout: Layout) -> tuple[list[str], list[str], list[str]]:
-    """Of a shared scan of columns: a chunk of PARTS tiles, its total, its results. It is read
-    twice, the second time out of L2 and knowing what precedes it: no register holds it while
-    others are waited for, and it may be larger than they are."""
-    states = program.states
-
-    def parts(kept: str, *what: str) -> str:
-        place = _place(program, layout, "(k * PARTS + part)")
-        body = [place, _loads(program, layout, "x", kept), _states(program), *what]
-        return "for part in range(0, PARTS):\n" + _indented("\n".join(body))
-
-    sums = parts("evict_last", scan_columns.carried(states, "part > 0"))
-    scan = scan_columns.looped(states, "k + part > 0")
-    results = parts("evict_first", scan, _stores(program, layout, "evict_first"))
-    return (
-        [scan_columns.zeros(states), sums],
-        [scan_columns.chunk(states)],
-        [scan_columns.begun(states), results],
+def _total(program: Program, layout: Layout, k: str) -> str:
+    """From the states of a piece of tile ``k`` to their scan and the last of it, ``e``."""
+    if not _by_masses(program, layout):
+        end = _last(program, "e", _end(program, layout), layout)
+        return f"{_tile(program, layout)}\n{end}"
+    nothing = ", ".join(f"tl.zeros([], tl.{TYPES[kind]})" for kind in program.states)
+    return "\n".join(
+        [
+            _masses(program, layout),
+            scan_logsumexp.total("e", "top", "mass_of_all"),
+            "if not good:",
+            "    " + _exactly(program, layout, "e", k, "False", False, nothing),
+        ]
     )
 
 
-def _shared(program: Program, layout: Layout) -> str:
-    """Tiles of one scan are many programs'. One that waits in vain goes through the tiles from the
-    first that is late to its own, and leaves of each what its program would have announced."""
+def _results(program: Program, layout: Layout, before: str, there: str) -> str:
+    """From the scan of a piece, and the state ``before`` it if ``there`` is one, to what is
+    stored."""
+    if not _by_masses(program, layout):
+        return f"{_after(program, before, there)}\n{_stores(program, layout)}"
+    return "\n".join(
+        [
+            f'{before}0 = tl.where({there}, {before}0, float("-inf"))',
+            scan_logsumexp.carried(before, False),
+            "if plain:",
+            _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
+            "else:",
+            "    " + _exactly(program, layout, before, "own", there, True),
+        ]
+    )
+
+
+def _shared_head(parts: str, layout: Layout) -> str:
     window = "" if layout.axis else "[:, None]"
-    e, p = _leaves("e", program), _leaves("p", program)
-    span = "size" if layout.axis else "span"  # positions of what has a total
-    head = f"""tiles = tl.cdiv(length, {span})
+    return f"""size = tl.full([], TIME * {parts}, tl.int64)
+tiles = tl.cdiv(length, size)
 blocks = tl.cdiv(lanes, LANES)
 words = workspace + 0
 call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
 number = tl.program_id(0).to(tl.int64)"""
-    given = f"words, lane, lanes, length, {span}, live, j, call, k, PATIENCE, {e}, GROUP"
-    read = [_place(program, layout), _loads(program, layout), _states(program)]
-    total = [_tile(program, layout), _last(program, "e", _end(program, layout), layout)]
-    results = [_after(program, "p", "k > 0"), _stores(program, layout)]
-    if _by_masses(program, layout):
-        nothing = ", ".join(f"tl.zeros([], tl.{TYPES[kind]})" for kind in program.states)
-        total = [
-            _masses(program, layout),
-            scan_logsumexp.total("e", "top", "mass_of_all"),
-            "if not good:",
-            "    " + _exactly(program, layout, "e", "False", False, nothing),
-        ]
-        results = [
-            'p0 = tl.where(k > 0, p0, float("-inf"))',
-            scan_logsumexp.carried("p", False),
-            "if plain:",
-            _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
-            "else:",
-            "    " + _exactly(program, layout, "p", "k > 0", True),
-        ]
-    if not layout.axis:
-        head = f"span = size * PARTS\n{head}"
-        read, total, results = _chunk(program, layout)
-    body = [
-        *read,
-        *total,
-        f"late = announced({given})",
-        "if k < own:",
-        "    k += 1",
-        "else:",
-        f"    {p}, later = before({given})",
-        "    late = tl.minimum(late, later)",
-        "    if late < own:",
-        "        k = late",
-        "    else:",
-        _indented("\n".join(results), 8),
-        "        k = own + 1",
+
+
+def _shared(program: Program, layout: Layout) -> str:
+    """Tiles of one scan are many programs'. One that waits in vain goes through the tiles from the
+    first that is late to its own, announces of each what its program would have, and begins again
+    with its own; it holds one piece at a time, so that all this takes no registers."""
+    e, h, p = (_leaves(prefix, program) for prefix in "ehp")
+    count, pieces = range(len(program.states)), range(layout.pieces)
+
+    def given(k: str, total: str) -> str:
+        return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {total}, GROUP"
+
+    def place(k: str, piece: Any) -> str:
+        return _place(program, layout, f"({k} * {layout.pieces} + {piece})")
+
+    def moved(prefix: str, number: int, to: str, frm: str) -> list[str]:
+        return [f"{prefix}{i}{to} = {prefix}{i}{frm}" for i in range(number)]
+
+    inputs, states = len(program.inputs), len(program.states)
+    hot = _leaves("h", program, layout.pieces - 1)
+    first, then, last = [], [], []
+    for n in pieces:
+        here = place("own", n)
+        first += [here, _loads(program, layout), *moved("x", inputs, f"_of{n}", "")]
+        then += [here, *moved("x", inputs, "", f"_of{n}"), _states(program)]
+        then.append(_total(program, layout, "own"))
+        then.append(f"{h} = combine({h}, {e})" if n else f"{h} = {e}")
+        then += [*moved("s", states, f"_of{n}", ""), *moved("h", states, f"_of{n}", "")]
+        before, there = "p", "own > 0"
+        last += [here, *moved("x", inputs, "", f"_of{n}"), *moved("s", states, "", f"_of{n}")]
+        if n:
+            last.append(f"{_leaves('c', program)} = combine({p}, {_leaves('h', program, n - 1)})")
+            last += [f"c{i} = tl.where(own > 0, c{i}, h{i}_of{n - 1})" for i in count]
+            before, there = "c", "True"
+        last.append(_results(program, layout, before, there))
+    again = [_loads(program, layout), _states(program)]
+    total = [
+        f"{_leaves('d', program)} = combine({h}, {e})",
+        *(f"h{i} = tl.where(piece > 0, d{i}, e{i})" for i in count),
     ]
-    parts = [head, _lanes(layout), "own = k", "while k <= own:", _indented("\n".join(body))]
+    late = [
+        place("turn", "piece"),
+        *again,
+        _total(program, layout, "turn"),
+        *total,
+    ]
+    own = [
+        f"{_leaves('c', program)} = combine({p}, {h})",
+        *(f"c{i} = tl.where(own > 0, c{i}, h{i})" for i in count),
+        *(f"c{i} = tl.where(piece > 0, c{i}, p{i})" for i in count),
+        place("own", "piece"),
+        *again,
+        _total(program, layout, "own"),
+        *total,
+        _results(program, layout, "c", "(own > 0) | (piece > 0)"),
+    ]
+    parts = [
+        _shared_head(str(layout.pieces), layout),
+        _lanes(layout),
+        "own = k",
+        *first,
+        *then,
+        f"announced({given('own', h)})",
+        f"{p}, late = before({given('own', h)}, DEPTH, SUPERS)",
+        "if late == own:",
+        _indented("\n".join(last)),
+        f"    closed({given('own', hot)})",
+        "else:",
+        "    while late < own:",
+        "        for turn in range(late, own + 1):",
+        f"            for piece in range({layout.pieces}):",
+        _indented("\n".join(late), 16),
+        f"            announced({given('turn', h)})",
+        f"            closed({given('turn', h)})",
+        f"        {p}, late = before({given('own', h)}, DEPTH, SUPERS)",
+        f"    for piece in range({layout.pieces}):",
+        _indented("\n".join(own), 8),
+    ]
+    return "\n".join(parts)
+
+
+def _shared_columns(program: Program, layout: Layout) -> str:
+    """The same of chunks of PARTS tiles of columns. A chunk is read twice, the second time out of
+    L2 and knowing what precedes it: no register holds it while others are waited for, and it may be
+    larger than they are."""
+    e, p = _leaves("e", program), _leaves("p", program)
+
+    def given(k: str) -> str:
+        return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {e}, GROUP"
+
+    def tiles(k: str, kept: str, *what: str) -> str:
+        place = _place(program, layout, f"({k} * PARTS + part)")
+        body = [place, _loads(program, layout, "x", kept), _states(program), *what]
+        return "for part in range(0, PARTS):\n" + _indented("\n".join(body))
+
+    def total(k: str) -> str:
+        states = program.states
+        sums = tiles(k, "evict_last", scan_columns.carried(states, "part > 0"))
+        return "\n".join(
+            [
+                scan_columns.zeros(states),
+                sums,
+                scan_columns.chunk(states),
+                f"announced({given(k)})",
+                f"closed({given(k)})",
+            ]
+        )
+
+    scan = scan_columns.looped(program.states, "own + part > 0")
+    parts = [
+        _shared_head("PARTS", layout),
+        _lanes(layout),
+        "own = k",
+        total("own"),
+        f"{p}, late = before({given('own')}, DEPTH, SUPERS)",
+        "while late < own:",
+        "    for turn in range(late, own + 1):",
+        _indented(total("turn"), 8),
+        f"    {p}, late = before({given('own')}, DEPTH, SUPERS)",
+        scan_columns.begun(program.states),
+        tiles("own", "evict_first", scan, _stores(program, layout, "evict_first")),
+    ]
     return "\n".join(parts)
 
 
@@ -607,11 +719,10 @@ def text(program: Program, layout: Layout) -> str:
     numbers = [n for n in arguments(program, layout) if n not in pointers]
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(program, layout))
-    body = _shared(program, layout) if layout.shared else _looped(program, layout)
+    shared = _shared if layout.axis else _shared_columns
+    body = (shared if layout.shared else _looped)(program, layout)
     time = f"time = tl.arange(0, TIME){'' if layout.flat else '[None, :]'}"
-    if not layout.axis:
-        time = scan_columns.TIME
-    head = f"size = tl.full([], TIME, tl.int64)\n{time}"
+    head = time if layout.axis else scan_columns.TIME
     parts = [_combine(program)]
     if _by_masses(program, layout):
         parts.append(_exact(program, layout))
@@ -629,7 +740,7 @@ def text(program: Program, layout: Layout) -> str:
 
 def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
-    shared = ["GROUP", "WINDOW", "PATIENCE"] if layout.shared else []
+    shared = ["GROUP", "DEPTH", "SUPERS", "WINDOW", "PATIENCE"] if layout.shared else []
     columns = ["PIECES", "RUN", "PARTS" if layout.shared else "STAGES"]
     pieces = [] if layout.axis else columns
     masses = ["PIECE"] if _by_masses(program, layout) else []

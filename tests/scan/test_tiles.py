@@ -20,7 +20,7 @@ WAYS = {
     "looped, by addresses, ahead": Tiling(2, 4, 1, 0, False, 1),
     "shared": Tiling(2, 4, 1, 2),
     "shared, by addresses": Tiling(1, 2, 1, 2, False),
-    "shared, groups of 3": Tiling(2, 2, 1, 3),
+    "shared, groups of 3, in pieces": Tiling(2, 4, 1, 3, pieces=2),
 }
 # a thread has two or four neighbouring positions
 COLUMNS = {
@@ -104,10 +104,10 @@ def shuffled(n):
 @pytest.mark.parametrize(
     ("name", "shape", "dim", "reverse", "tile"),
     [
-        ("sum", (75,), 0, False, Tiling(1, 4, 1, 2)),
-        ("affine", (75,), 0, True, Tiling(1, 2, 1, 3)),
-        ("cummax", (2, 50), 1, False, Tiling(1, 2, 1, 2)),
-        ("sum", (37, 3), 0, True, Tiling(2, 2, 1, 2)),
+        ("sum", (39,), 0, False, Tiling(1, 2, 1, 2)),
+        ("affine", (50,), 0, True, Tiling(1, 4, 1, 3, pieces=2)),
+        ("cummax", (2, 17), 1, False, Tiling(1, 2, 1, 2, pieces=2)),
+        ("sum", (17, 3), 0, True, Tiling(2, 2, 1, 2)),
     ],
 )
 def test_programs_that_start_in_any_order_end(name, shape, dim, reverse, tile, order, monkeypatch):
