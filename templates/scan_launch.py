@@ -126,6 +126,8 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
         time, warps = (512, 2) if shifted else {3: (2048, 8)}.get(held, (4096, 4))
         if scan_logsumexp.applies(program):
             time, warps = 2048, 4
+        if held == 2 and lanes < 8 * ROWS:
+            time, warps = 8192, 8
         if program.reverse and not shifted:
             time, warps = min(time, 4096), 4
         time = min(time, _power(length))
@@ -153,7 +155,8 @@ def _columns(program: Program, held: int, lanes: int, length: int) -> Tiling:
             entries, warps = 2 * entries, 8
     wide = min(_power(lanes), wide)
     time = min(_power(length), entries // wide)
-    ahead = min(3, AHEAD // (wide * time * read)) if length > time else 0
+    ahead = 1 if len(program.inputs) > 1 else min(3, AHEAD // (wide * time * read))
+    ahead = ahead if length > time else 0
     return Tiling(wide, time, max(1, min(warps, wide * time // 256)), ahead=ahead)
 
 
