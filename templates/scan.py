@@ -2,8 +2,9 @@
 
 A scan is cut along its length into tiles, one per program. A tile publishes its total; the last
 tile of GROUP neighbours publishes that of the group, the last of GROUP groups theirs. What precedes
-a tile is then at most GROUP words of each level, added up in a tree that depends on nothing but
-positions: the result has the same bits in every run, and no chain of tiles waits for one another.
+a tile is then some words of each level, added up in a tree that depends on nothing but positions:
+the result has the same bits in every run, and no chain of tiles waits for one another. Of the last
+DEPTH groups it is the totals of tiles: who computes now does not wait for one who waits for others.
 
 Cards start programs in the order of their numbers, as far as is known, and nothing promises it. So
 none waits forever: whoever looked PATIENCE times for a word computes itself what is missing, from

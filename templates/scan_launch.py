@@ -23,7 +23,9 @@ ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
 SHORT = 4096  # positions up to which cutting a scan costs more than it brings
 LONG = 1 << 26  # positions from which there are tiles enough for large ones
 CHUNK, AHEAD = 1 << 16, 1 << 16  # bytes that a cut of columns reads, and that are loaded early
-GROUP = 85  # tiles that are one group; three levels of them are one window of 256 words
+# Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, about what a
+# card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
+GROUP, DEPTH = 40, 9
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,9 @@ class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
     0 where a program scans all of its lanes. ``ascending``: a reversed scan of rows turns a tile
     around in registers, else in its addresses. ``ahead``: how many tiles who goes from one to the
-    next loads early: one of rows, in registers; of columns in shared memory. ``pieces`` of a tile
-    are scanned one after the other, each in fewer registers. ``depth``: groups whose tiles are read
-    one by one, which should be all that a card runs at a time. ``parts``: tiles of columns that
-    have a total together, where a scan is cut."""
+    next loads early: one of rows, in registers; of columns in shared memory. ``depth``: groups
+    whose tiles are read one by one, about what a card runs at a time. ``parts``: tiles of columns
+    that have a total together, where a scan is cut."""
 
     lanes: int
     time: int
@@ -42,7 +43,6 @@ class Tiling:
     group: int = 0
     ascending: bool = True
     ahead: int = 0
-    pieces: int = 1
     depth: int = 0
     parts: int = 1
 
@@ -178,11 +178,12 @@ def _pieces(program: Program, tile: Tiling) -> int:
 
 def _shared_row(program: Program, held: int, length: int) -> Tiling:
     if held > 2 or scan_text.words_of(program) > 1:
-        entries = 4096 if held == 4 else 1024 if held > 6 else 2048
-        return Tiling(1, entries, 4, GROUP)
-    if program.reverse:
-        return Tiling(1, 8192, 4, GROUP)
-    return Tiling(1, 16384 if length >= LONG else 4096, 4, GROUP)
+        entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
+        if scan_logsumexp.applies(program):
+            entries = 8192
+        return Tiling(1, entries, 4, GROUP, depth=DEPTH)
+    entries = 16384 if length >= LONG else 8192 if length >= LONG // 16 else 4096
+    return Tiling(1, entries, 4, GROUP, depth=DEPTH)
 
 
 def plan(
@@ -213,8 +214,6 @@ def plan(
         choice = tiling(program, axis, hint(lanes), hint(length))
     if axis and choice.group:  # a piece of one lane
         choice = replace(choice, lanes=1)
-    if not axis or not choice.group or scan_logsumexp.applies(program):
-        choice = replace(choice, pieces=1)
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
@@ -226,7 +225,6 @@ def plan(
         bool(choice.group),
         ascending,
         bool(choice.ahead and axis),
-        choice.pieces,
     )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
@@ -240,7 +238,7 @@ def plan(
         f"{n}_ptr" if n in names else n: values[n] for n in scan_text.arguments(program, layout)
     }
     blocks = _cdiv(lanes, choice.lanes)
-    constants = {"LANES": choice.lanes, "TIME": choice.time // choice.pieces}
+    constants = {"LANES": choice.lanes, "TIME": choice.time}
     if not axis:
         pieces = _pieces(program, choice)
         constants |= {"PIECES": pieces, "RUN": choice.time // pieces}

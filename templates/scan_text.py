@@ -48,8 +48,7 @@ class Layout:
     a lane's. ``strides``: per tensor (inputs, then outputs) the kinds of its strides along the time
     and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
     cut among programs. ``ascending``: a reversed scan's tile is in the order of memory.
-    ``ahead``: a program loads a tile before it is done with the last one. ``pieces`` of a tile that
-    are scanned one after the other, where others scan the same lane."""
+    ``ahead``: a program loads a tile before it is done with the last one."""
 
     axis: int
     lane_dims: int
@@ -57,7 +56,6 @@ class Layout:
     shared: bool
     ascending: bool
     ahead: bool
-    pieces: int = 1
 
     @property
     def flat(self) -> bool:
@@ -81,9 +79,8 @@ def _indented(text: str, by: int = 4) -> str:
     return "\n".join(" " * by + line for line in text.splitlines() if line.strip())
 
 
-def _leaves(prefix: str, program: Program, piece: int | None = None) -> str:
-    suffix = "" if piece is None else f"_of{piece}"
-    return ", ".join(f"{prefix}{i}{suffix}" for i in range(len(program.states)))
+def _leaves(prefix: str, program: Program) -> str:
+    return ", ".join(f"{prefix}{i}" for i in range(len(program.states)))
 
 
 def _names(program: Program) -> list[str]:
@@ -546,7 +543,7 @@ return {p}, late"""
 
 
 def _total(program: Program, layout: Layout, k: str) -> str:
-    """From the states of a piece of tile ``k`` to their scan and the last of it, ``e``."""
+    """From the states of tile ``k`` to their scan and the last of it, ``e``."""
     if not _by_masses(program, layout):
         end = _last(program, "e", _end(program, layout), layout)
         return f"{_tile(program, layout)}\n{end}"
@@ -561,19 +558,18 @@ def _total(program: Program, layout: Layout, k: str) -> str:
     )
 
 
-def _results(program: Program, layout: Layout, before: str, there: str) -> str:
-    """From the scan of a piece, and the state ``before`` it if ``there`` is one, to what is
-    stored."""
+def _results(program: Program, layout: Layout) -> str:
+    """From the scan of tile ``k`` and the state ``p`` in front of it to what is stored."""
     if not _by_masses(program, layout):
-        return f"{_after(program, before, there)}\n{_stores(program, layout)}"
+        return f"{_after(program, 'p', 'k > 0')}\n{_stores(program, layout)}"
     return "\n".join(
         [
-            f'{before}0 = tl.where({there}, {before}0, float("-inf"))',
-            scan_logsumexp.carried(before, False),
+            'p0 = tl.where(k > 0, p0, float("-inf"))',
+            scan_logsumexp.carried("p", False),
             "if plain:",
             _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
             "else:",
-            "    " + _exactly(program, layout, before, "own", there, True),
+            "    " + _exactly(program, layout, "p", "k", "k > 0", True),
         ]
     )
 
@@ -592,78 +588,36 @@ number = tl.program_id(0).to(tl.int64)"""
 def _shared(program: Program, layout: Layout) -> str:
     """Tiles of one scan are many programs'. One that waits in vain goes through the tiles from the
     first that is late to its own, announces of each what its program would have, and begins again
-    with its own; it holds one piece at a time, so that all this takes no registers."""
-    e, h, p = (_leaves(prefix, program) for prefix in "ehp")
-    count, pieces = range(len(program.states)), range(layout.pieces)
+    with its own: code of its own, so that what rarely runs takes no registers of what always does.
+    """
+    e, p = _leaves("e", program), _leaves("p", program)
 
-    def given(k: str, total: str) -> str:
-        return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {total}, GROUP"
+    def given(k: str) -> str:
+        return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {e}, GROUP"
 
-    def place(k: str, piece: Any) -> str:
-        return _place(program, layout, f"({k} * {layout.pieces} + {piece})")
+    def scanned(k: str) -> str:
+        loaded = [_place(program, layout, k), _loads(program, layout), _states(program)]
+        return "\n".join([*loaded, _total(program, layout, k)])
 
-    def moved(prefix: str, number: int, to: str, frm: str) -> list[str]:
-        return [f"{prefix}{i}{to} = {prefix}{i}{frm}" for i in range(number)]
-
-    inputs, states = len(program.inputs), len(program.states)
-    hot = _leaves("h", program, layout.pieces - 1)
-    first, then, last = [], [], []
-    for n in pieces:
-        here = place("own", n)
-        first += [here, _loads(program, layout), *moved("x", inputs, f"_of{n}", "")]
-        then += [here, *moved("x", inputs, "", f"_of{n}"), _states(program)]
-        then.append(_total(program, layout, "own"))
-        then.append(f"{h} = combine({h}, {e})" if n else f"{h} = {e}")
-        then += [*moved("s", states, f"_of{n}", ""), *moved("h", states, f"_of{n}", "")]
-        before, there = "p", "own > 0"
-        last += [here, *moved("x", inputs, "", f"_of{n}"), *moved("s", states, "", f"_of{n}")]
-        if n:
-            last.append(f"{_leaves('c', program)} = combine({p}, {_leaves('h', program, n - 1)})")
-            last += [f"c{i} = tl.where(own > 0, c{i}, h{i}_of{n - 1})" for i in count]
-            before, there = "c", "True"
-        last.append(_results(program, layout, before, there))
-    again = [_loads(program, layout), _states(program)]
-    total = [
-        f"{_leaves('d', program)} = combine({h}, {e})",
-        *(f"h{i} = tl.where(piece > 0, d{i}, e{i})" for i in count),
-    ]
-    late = [
-        place("turn", "piece"),
-        *again,
-        _total(program, layout, "turn"),
-        *total,
-    ]
-    own = [
-        f"{_leaves('c', program)} = combine({p}, {h})",
-        *(f"c{i} = tl.where(own > 0, c{i}, h{i})" for i in count),
-        *(f"c{i} = tl.where(piece > 0, c{i}, p{i})" for i in count),
-        place("own", "piece"),
-        *again,
-        _total(program, layout, "own"),
-        *total,
-        _results(program, layout, "c", "(own > 0) | (piece > 0)"),
-    ]
+    results = _results(program, layout)
     parts = [
-        _shared_head(str(layout.pieces), layout),
+        _shared_head("1", layout),
         _lanes(layout),
-        "own = k",
-        *first,
-        *then,
-        f"announced({given('own', h)})",
-        f"{p}, late = before({given('own', h)}, DEPTH, SUPERS)",
-        "if late == own:",
-        _indented("\n".join(last)),
-        f"    closed({given('own', hot)})",
+        scanned("k"),
+        f"announced({given('k')})",
+        f"{p}, late = before({given('k')}, DEPTH, SUPERS)",
+        "if late == k:",
+        _indented(results),
+        f"    closed({given('k')})",
         "else:",
-        "    while late < own:",
-        "        for turn in range(late, own + 1):",
-        f"            for piece in range({layout.pieces}):",
-        _indented("\n".join(late), 16),
-        f"            announced({given('turn', h)})",
-        f"            closed({given('turn', h)})",
-        f"        {p}, late = before({given('own', h)}, DEPTH, SUPERS)",
-        f"    for piece in range({layout.pieces}):",
-        _indented("\n".join(own), 8),
+        "    while late < k:",
+        "        for turn in range(late, k + 1):",
+        _indented(scanned("turn"), 12),
+        f"            announced({given('turn')})",
+        f"            closed({given('turn')})",
+        f"        {p}, late = before({given('k')}, DEPTH, SUPERS)",
+        _indented(scanned("k")),
+        _indented(results),
     ]
     return "\n".join(parts)
 

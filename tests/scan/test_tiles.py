@@ -20,7 +20,7 @@ WAYS = {
     "looped, by addresses, ahead": Tiling(2, 4, 1, 0, False, 1),
     "shared": Tiling(2, 4, 1, 2),
     "shared, by addresses": Tiling(1, 2, 1, 2, False),
-    "shared, groups of 3, in pieces": Tiling(2, 4, 1, 3, pieces=2),
+    "shared, groups of 3, the last one by tiles": Tiling(2, 2, 1, 3, depth=1),
 }
 # a thread has two or four neighbouring positions
 COLUMNS = {
@@ -104,10 +104,9 @@ def shuffled(n):
 @pytest.mark.parametrize(
     ("name", "shape", "dim", "reverse", "tile"),
     [
-        ("sum", (39,), 0, False, Tiling(1, 2, 1, 2)),
-        ("affine", (50,), 0, True, Tiling(1, 4, 1, 3, pieces=2)),
-        ("cummax", (2, 17), 1, False, Tiling(1, 2, 1, 2, pieces=2)),
-        ("sum", (17, 3), 0, True, Tiling(2, 2, 1, 2)),
+        ("sum", (37,), 0, False, Tiling(1, 2, 1, 2)),
+        ("affine", (50,), 0, True, Tiling(1, 2, 1, 2, depth=2)),
+        ("sum", (17, 3), 0, True, Tiling(2, 2, 1, 2, depth=1)),
     ],
 )
 def test_programs_that_start_in_any_order_end(name, shape, dim, reverse, tile, order, monkeypatch):
@@ -119,6 +118,12 @@ def test_programs_that_start_in_any_order_end(name, shape, dim, reverse, tile, o
     monkeypatch.setattr(scan_module, "PATIENCE", 2)
     for mine, theirs in zip(run(scan, inputs, dim, tile, order), expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_more_groups_of_groups_than_a_window():
+    x = torch.randint(-9, 9, (270,))
+    (got,) = run(program("sum", INT64), [x], 0, Tiling(1, 1, 1, 2))
+    assert torch.equal(got, x.cumsum(0))
 
 
 def test_bits_of_a_total_are_kept():
