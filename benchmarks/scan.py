@@ -324,6 +324,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--cases", default="", help="only cases whose name or kind has this in it")
+    add("--shard", type=common.shard, default=(1, 1), help="i/n: only every n-th case")
     add("--columns", type=common.names_of(COLUMNS), default=list(COLUMNS), help="comma-separated")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
     add("--name", default="scan", help="what the files are called")
@@ -339,6 +340,7 @@ def main() -> None:
     args = _parser().parse_args()
     budget = common.Budget(args.budget_seconds)
     cases = [case for case in CASES if args.cases in f"{case.name} {case.kind}"]
+    cases = cases[args.shard[0] - 1 :: args.shard[1]]
     if args.list:
         for case in cases:
             print(case.name, case.kind)

@@ -63,5 +63,7 @@ def test_the_shipped_report_is_of_the_shipped_figures(tmp_path):
 
 def test_cases_can_be_listed_without_a_card():
     command = [sys.executable, "-m", "benchmarks.scan", "--list", "--cases", "recurrence"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert len(run.stdout.splitlines()) == 5 and "bwd" in run.stdout
+    for shard, count in (("1/1", 5), ("1/2", 3), ("2/2", 2)):
+        whole = [*command, "--shard", shard]
+        run = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert len(run.stdout.splitlines()) == count and "bwd" in run.stdout
