@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import functools
 import linecache
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from . import scan, scan_columns, scan_forms, scan_logsumexp, scan_states
+from . import scan, scan_columns, scan_forms, scan_logsumexp
+from .scan_parts import TYPES as TYPES
+from .scan_parts import Layout as Layout
+from .scan_parts import indented, last_of, leaves, scanned_by
+from .scan_parts import words_of as words_of
 from .scan_program import Program
+from .scan_totals import announced, before, folded, publish
 
 try:
     from triton.language.extra import libdevice
@@ -38,49 +43,6 @@ HELPERS = [
     "picked_run",
     "moved",
 ]
-BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
-TYPES = scan_states.TYPES
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How tensors lie. ``axis``: that of the time in a tile. ``lane_dims``: how many numbers make
-    a lane's. ``strides``: per tensor (inputs, then outputs) the kinds of its strides along the time
-    and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
-    cut among programs. ``ascending``: a reversed scan's tile is in the order of memory.
-    ``ahead``: a program loads a tile before it is done with the last one."""
-
-    axis: int
-    lane_dims: int
-    strides: tuple[tuple[int | None, ...], ...]
-    shared: bool
-    ascending: bool
-    ahead: bool
-
-    @property
-    def flat(self) -> bool:
-        """Whether a tile is a piece of one lane, without an axis of lanes. What a program knows
-        about its lane are scalars then, which have no layout: the compiler else converts, or
-        computes twice, whole tiles for the sake of one of their elements."""
-        return self.shared and self.axis == 1
-
-    @property
-    def along(self) -> int:
-        """The axis of the time in a tile or window."""
-        return 0 if self.flat else self.axis
-
-
-def words_of(program: Program) -> int:
-    """64-bit words that hold a state."""
-    return sum(BITS[kind] for kind in program.states)
-
-
-def _indented(text: str, by: int = 4) -> str:
-    return "\n".join(" " * by + line for line in text.splitlines() if line.strip())
-
-
-def _leaves(prefix: str, program: Program) -> str:
-    return ", ".join(f"{prefix}{i}" for i in range(len(program.states)))
 
 
 def _names(program: Program) -> list[str]:
@@ -110,92 +72,10 @@ def arguments(program: Program, layout: Layout) -> list[str]:
 
 
 def _combine(program: Program) -> str:
-    leaves = f"{_leaves('a', program)}, {_leaves('b', program)}"
+    both = f"{leaves('a', program)}, {leaves('b', program)}"
     return (
-        f"@triton.jit\ndef combine({leaves}):\n{_indented(program.combine)}\n"
-        f"    return {_leaves('r', program)}\n"
-    )
-
-
-def _scanned(program: Program, axis: int, reverse: bool) -> str:
-    group = scan_states.group("s", program.states)
-    leaves = _leaves("s", program)
-    return f"{leaves} = tl.associative_scan({group}, {axis}, combine, reverse={reverse})"
-
-
-def _last(program: Program, to: str, where: str, layout: Layout) -> str:
-    """The state at the one position where ``where`` holds, bit for bit."""
-    call = "picked" if layout.flat else f"picked{layout.axis}"
-    return scan_states.picked(program.states, to, "s", call, where)
-
-
-def _publish(program: Program) -> str:
-    lines, word = [], 0
-    for i, kind in enumerate(program.states):
-        plane = f"words + {word} * plane"
-        if BITS[kind] == 2:
-            state = f"e{i}.to(tl.int64, bitcast=True)" if kind == "fp64" else f"e{i}"
-            lines.append(f"put({plane}, at, live, low_bits({state}), call)")
-            lines.append(f"put(words + {word + 1} * plane, at, live, high_bits({state}), call)")
-        else:
-            cast = "tl.int32, bitcast=True" if kind == "fp32" else "tl.int32"
-            lines.append(f"put({plane}, at, live, e{i}.to({cast}), call)")
-        word += BITS[kind]
-    body = _indented("\n".join(lines))
-    return (
-        "@triton.jit\n"
-        f"def publish(words, plane, at, live, call, {_leaves('e', program)}):\n{body}\n"
-    )
-
-
-def _folded(program: Program, layout: Layout) -> str:
-    """The published states at ``at``, a window's first ``count``, combined in this order, and
-    the first of the tiles ``first`` whose words are still missing after ``patience`` looks
-    (``k`` if none is). All words of a state are asked for at once."""
-    count = words_of(program)
-    words = [f"w{i}" for i in range(count)]
-    missing = " | ".join(f"absent({w}, call)" for w in words)
-    loads = [
-        f"{w} = tl.load(words + {i} * plane + at, mask=mask, other=none, volatile=True)"
-        for i, w in enumerate(words)
-    ]
-    again = [
-        f"{w} = tl.where(missing, tl.load(words + {i} * plane + at, mask=missing, other=none, "
-        f"volatile=True), {w})"
-        for i, w in enumerate(words)
-    ]
-    look = [f"missing = {missing}", "wait = tl.max(missing.to(tl.int32))"]
-    lines = [
-        "mask = live & (j < count)",
-        "none = tl.full(at.shape, 0, tl.int64) + (call << 32)",
-        *loads,
-        *look,
-        "looks = tl.full([], 0, tl.int32)",
-        "while (wait != 0) & (looks < patience):",
-        _indented("\n".join([*again, *look, "wait = pause(wait)", "looks += 1"])),
-        "late = k",
-        "if wait != 0:",
-        "    late = tl.min(tl.where(missing, first, k))",
-    ]
-    word = 0
-    for i, kind in enumerate(program.states):
-        low = f"get(w{word})"
-        if BITS[kind] == 2:
-            both = f"joined({low}, get(w{word + 1}))"
-            lines.append(
-                f"s{i} = {both}{'.to(tl.float64, bitcast=True)' if kind == 'fp64' else ''}"
-            )
-        else:
-            cast = "tl.float32, bitcast=True" if kind == "fp32" else f"tl.{TYPES[kind]}"
-            lines.append(f"s{i} = {low}.to({cast})")
-        word += BITS[kind]
-    lines.append(_scanned(program, layout.along, False))
-    lines.append(_last(program, "s", "j == count - 1", layout))
-    lines.append(f"return {_leaves('s', program)}, late")
-    return (
-        "@triton.jit\n"
-        "def folded(words, plane, at, first, j, live, call, count, k, patience):\n"
-        f"{_indented(chr(10).join(lines))}\n"
+        f"@triton.jit\ndef combine({both}):\n{indented(program.combine)}\n"
+        f"    return {leaves('r', program)}\n"
     )
 
 
@@ -264,7 +144,7 @@ def _pointers(name: str, layout: Layout, kinds: tuple[int | None, ...], at: int 
 def _either(whole: str, part: str) -> str:
     """What is done with a tile in its middle needs no masks, which would take registers from the
     loads to the stores."""
-    return f"if whole:\n{_indented(whole)}\nelse:\n{_indented(part)}"
+    return f"if whole:\n{indented(whole)}\nelse:\n{indented(part)}"
 
 
 def _loads(program: Program, layout: Layout, to: str = "x", kept: str = "") -> str:
@@ -301,7 +181,7 @@ def _states(program: Program) -> str:
 
 def _tile(program: Program, layout: Layout) -> str:
     """From a tile's states to their scan, of the tile alone."""
-    return _scanned(program, layout.along, program.reverse and layout.ascending)
+    return scanned_by(program, layout.along, program.reverse and layout.ascending)
 
 
 def _taken(program: Program) -> str:
@@ -310,8 +190,7 @@ def _taken(program: Program) -> str:
 
 def _after(program: Program, before: str, there: str) -> str:
     """Put the state ``before`` in front of those of the tile where ``there`` holds."""
-    leaves = _leaves("q", program)
-    lines = [f"{leaves} = combine({_leaves(before, program)}, {_leaves('s', program)})"]
+    lines = [f"{leaves('q', program)} = combine({leaves(before, program)}, {leaves('s', program)})"]
     for i in range(len(program.states)):
         lines.append(f"s{i} = tl.where({there}, q{i}, s{i})")
     return "\n".join(lines)
@@ -366,7 +245,7 @@ def _lane_names(program: Program, layout: Layout) -> list[str]:
 def _exact(program: Program, layout: Layout) -> str:
     """Scan tile ``k`` without another thought, piece by piece, so that few registers are taken
     where that is rare; the state ``c`` lies in front of it if ``there`` is one. Gives the last."""
-    c = _leaves("c", program)
+    c = leaves("c", program)
     time = "" if layout.flat else "[None, :]"
     body = [
         _place(program, layout, "turn"),
@@ -374,9 +253,9 @@ def _exact(program: Program, layout: Layout) -> str:
         _states(program),
         _tile(program, layout),
         _after(program, "c", "there | (turn > begin)"),
-        _last(program, "c", _end(program, layout), layout),
+        last_of(program, "c", _end(program, layout), layout),
         "if STORE:",
-        _indented(_stores(program, layout)),
+        indented(_stores(program, layout)),
     ]
     return f"""@triton.jit
 def exact(
@@ -386,7 +265,7 @@ def exact(
     time = tl.arange(0, TIME){time}
     begin = k * (TILE // TIME)
     for turn in range(begin, begin + TILE // TIME):
-{_indented(chr(10).join(body), 8)}
+{indented(chr(10).join(body), 8)}
     return {c}
 """
 
@@ -395,8 +274,8 @@ def _exactly(
     program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
 ) -> str:
     given = ", ".join(_lane_names(program, layout))
-    state = state or _leaves(to, program)
-    return f"{_leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"
+    state = state or leaves(to, program)
+    return f"{leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"
 
 
 def _looped(program: Program, layout: Layout) -> str:
@@ -419,7 +298,7 @@ def _looped(program: Program, layout: Layout) -> str:
     scanned = [
         _tile(program, layout),
         _after(program, "c", "k > 0"),
-        _last(program, "c", _end(program, layout), layout),
+        last_of(program, "c", _end(program, layout), layout),
     ]
     scanned.append(_stores(program, layout))
     if not layout.axis:
@@ -432,120 +311,20 @@ def _looped(program: Program, layout: Layout) -> str:
             'c0 = tl.where(k > 0, c0, float("-inf"))',
             scan_logsumexp.carried("c", True),
             "if plain:",
-            _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
-            _indented(scan_logsumexp.total("c", "peak", "sum")),
+            indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
+            indented(scan_logsumexp.total("c", "peak", "sum")),
             "else:",
             "    " + _exactly(program, layout, "c", "k", "k > 0", True),
         ]
     body = [*loads, _states(program), *scanned]
     parts = [_lanes(layout), "zero = tl.full([], 0, tl.int64)", zeros, *first, f"for k in {tiles}:"]
-    return "\n".join([*parts, _indented("\n".join(body))])
-
-
-def _bases(layout: Layout) -> str:
-    """Where the words of a lane's tiles, groups and groups of groups begin, and the place of tile
-    ``k`` among them."""
-    at = ("lane * tiles", "lane * groups", "lane * supers") if layout.axis else ["lane"] * 3
-    return f"""tiles = tl.cdiv(length, size)
-groups = tl.cdiv(tiles, GROUP)
-supers = tl.cdiv(groups, GROUP)
-group = k // GROUP
-base0 = {at[0]}
-base1 = lanes * tiles + {at[1]}
-base2 = lanes * (tiles + groups) + {at[2]}
-plane = lanes * (tiles + groups + supers)"""
-
-
-_GIVEN = "words, lane, lanes, length, size, live, j, call, k, patience"
-
-
-def _announced(program: Program, layout: Layout) -> str:
-    """Publish the total of tile ``k``; and those of the group and the group of groups that end with
-    it, if what they are made of is there."""
-    e, u, g = (_leaves(prefix, program) for prefix in "eug")
-    step = "" if layout.axis else " * lanes"
-    window = "j, live, call"
-    body = f"""above = group // GROUP
-own = k % GROUP
-near = group % GROUP
-if own == GROUP - 1:
-    tile = group * GROUP + j
-    {u}, late = folded(words, plane, base0 + tile{step}, tile, {window}, own, k, patience)
-    if late == k:
-        {g} = combine({u}, {e})
-        publish(words, plane, base1 + group{step}, live, call, {g})
-        if near == GROUP - 1:
-            tile = above * GROUP + j
-            {u}, late = folded(
-                words, plane, base1 + tile{step}, tile * GROUP, {window}, near, k, patience
-            )
-            if late == k:
-                {g} = combine({u}, {g})
-                publish(words, plane, base2 + above{step}, live, call, {g})"""
-    announced = f"publish(words, plane, base0 + k{step}, live, call, {e})"
-    return (
-        f"@triton.jit\ndef announced({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
-        f"{_indented(_bases(layout))}\n{_indented(announced)}\n\n\n"
-        f"@triton.jit\ndef closed({_GIVEN}, {e}, GROUP: tl.constexpr):\n"
-        f"{_indented(_bases(layout))}\n{_indented(body)}\n"
-    )
-
-
-def _before(program: Program, layout: Layout) -> str:
-    """The state in front of tile ``k`` (any, if it is the first): of groups of groups, then groups,
-    then tiles in front of it, in one window. Of the last DEPTH groups it is the tiles, and of the
-    last group of groups the groups: of what has just been computed totals are not waited for. And
-    the first tile that was waited for in vain, else ``k``."""
-    p, u, g = (_leaves(prefix, program) for prefix in "pug")
-    e = _leaves("e", program)
-    step = "" if layout.axis else " * lanes"
-    window = "j, live, call"
-    count = range(len(program.states))
-    joined = "\n".join(f"p{i} = tl.where((w > 0) | (k > 0), g{i}, u{i})" for i in count)
-    body = f"""group0 = tl.maximum(group - DEPTH, 0)
-super0 = tl.maximum(group0 // GROUP - 1, 0)
-far = super0 % SUPERS
-near = far + group0 - super0 * GROUP
-own = near + k - group0 * GROUP
-late = k
-{chr(10).join(f"p{i} = e{i}" for i in count)}
-if k > 0:
-    tile0 = group0 * GROUP + j - near
-    tile1 = super0 * GROUP + j - far
-    tile2 = super0 - far + j
-    is2 = j < far
-    is1 = j < near
-    {p}, late = folded(
-        words,
-        plane,
-        tl.where(
-            is2, base2 + tile2{step}, tl.where(is1, base1 + tile1{step}, base0 + tile0{step})
-        ),
-        tl.where(is2, tile2 * (GROUP * GROUP), tl.where(is1, tile1 * GROUP, tile0)),
-        {window},
-        own,
-        k,
-        patience,
-    )
-for w in range(0, super0 // SUPERS):
-    tile2 = (super0 // SUPERS - 1 - w) * SUPERS + j
-    {u}, later = folded(
-        words, plane, base2 + tile2{step}, tile2 * (GROUP * GROUP), {window}, SUPERS, k, patience
-    )
-    late = tl.minimum(late, later)
-    {g} = combine({u}, {p})
-{_indented(joined)}
-return {p}, late"""
-    return (
-        f"@triton.jit\ndef before({_GIVEN}, {e}, GROUP: tl.constexpr, DEPTH: tl.constexpr, "
-        f"SUPERS: tl.constexpr):\n{_indented(_bases(layout))}\n{_indented(body)}\n"
-    )
+    return "\n".join([*parts, indented("\n".join(body))])
 
 
 def _total(program: Program, layout: Layout, k: str) -> str:
     """From the states of tile ``k`` to their scan and the last of it, ``e``."""
     if not _by_masses(program, layout):
-        end = _last(program, "e", _end(program, layout), layout)
+        end = last_of(program, "e", _end(program, layout), layout)
         return f"{_tile(program, layout)}\n{end}"
     nothing = ", ".join(f"tl.zeros([], tl.{TYPES[kind]})" for kind in program.states)
     return "\n".join(
@@ -567,7 +346,7 @@ def _results(program: Program, layout: Layout) -> str:
             'p0 = tl.where(k > 0, p0, float("-inf"))',
             scan_logsumexp.carried("p", False),
             "if plain:",
-            _indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
+            indented(scan_logsumexp.RESULTS + "\n" + _stores(_plain(program), layout)),
             "else:",
             "    " + _exactly(program, layout, "p", "k", "k > 0", True),
         ]
@@ -590,7 +369,7 @@ def _shared(program: Program, layout: Layout) -> str:
     first that is late to its own, announces of each what its program would have, and begins again
     with its own: code of its own, so that what rarely runs takes no registers of what always does.
     """
-    e, p = _leaves("e", program), _leaves("p", program)
+    e, p = leaves("e", program), leaves("p", program)
 
     def given(k: str) -> str:
         return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {e}, GROUP"
@@ -607,17 +386,17 @@ def _shared(program: Program, layout: Layout) -> str:
         f"announced({given('k')})",
         f"{p}, late = before({given('k')}, DEPTH, SUPERS)",
         "if late == k:",
-        _indented(results),
+        indented(results),
         f"    closed({given('k')})",
         "else:",
         "    while late < k:",
         "        for turn in range(late, k + 1):",
-        _indented(scanned("turn"), 12),
+        indented(scanned("turn"), 12),
         f"            announced({given('turn')})",
         f"            closed({given('turn')})",
         f"        {p}, late = before({given('k')}, DEPTH, SUPERS)",
-        _indented(scanned("k")),
-        _indented(results),
+        indented(scanned("k")),
+        indented(results),
     ]
     return "\n".join(parts)
 
@@ -626,7 +405,7 @@ def _shared_columns(program: Program, layout: Layout) -> str:
     """The same of chunks of PARTS tiles of columns. A chunk is read twice, the second time out of
     L2 and knowing what precedes it: no register holds it while others are waited for, and it may be
     larger than they are."""
-    e, p = _leaves("e", program), _leaves("p", program)
+    e, p = leaves("e", program), leaves("p", program)
 
     def given(k: str) -> str:
         return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {e}, GROUP"
@@ -634,7 +413,7 @@ def _shared_columns(program: Program, layout: Layout) -> str:
     def tiles(k: str, kept: str, *what: str) -> str:
         place = _place(program, layout, f"({k} * PARTS + part)")
         body = [place, _loads(program, layout, "x", kept), _states(program), *what]
-        return "for part in range(0, PARTS):\n" + _indented("\n".join(body))
+        return "for part in range(0, PARTS):\n" + indented("\n".join(body))
 
     def total(k: str) -> str:
         states = program.states
@@ -658,7 +437,7 @@ def _shared_columns(program: Program, layout: Layout) -> str:
         f"{p}, late = before({given('own')}, DEPTH, SUPERS)",
         "while late < own:",
         "    for turn in range(late, own + 1):",
-        _indented(total("turn"), 8),
+        indented(total("turn"), 8),
         f"    {p}, late = before({given('own')}, DEPTH, SUPERS)",
         scan_columns.begun(program.states),
         tiles("own", "evict_first", scan, _stores(program, layout, "evict_first")),
@@ -681,13 +460,13 @@ def text(program: Program, layout: Layout) -> str:
     if _by_masses(program, layout):
         parts.append(_exact(program, layout))
     if layout.shared:
-        parts += [_publish(program), _folded(program, layout)]
-        parts += [_announced(program, layout), _before(program, layout)]
+        parts += [publish(program), folded(program, layout)]
+        parts += [announced(program, layout), before(program, layout)]
     name = f"scan_{'rows' if layout.axis else 'columns'}"
     # a kernel for all calls, whatever their numbers
     entry = '@triton.jit(do_not_specialize=["call"])' if layout.shared else "@triton.jit"
     parts.append(
-        f"{entry}\ndef {name}({given}, {constants}):\n{_indented(head)}\n{_indented(body)}\n"
+        f"{entry}\ndef {name}({given}, {constants}):\n{indented(head)}\n{indented(body)}\n"
     )
     return "\n\n".join(parts)
 
