@@ -44,6 +44,9 @@ _IDENTITIES = {
 }
 
 
+RECURRENCE = "cumprod(a) cumsum(b / cumprod(a))"
+
+
 class NoSite(Exception):
     """Why a scan has no program; the message is one sentence."""
 
@@ -146,21 +149,27 @@ def _higher_order(node: Any) -> Site:
 
 
 def recurrence_of(node: Any) -> Site | None:
-    """h_t = a_t h_(t-1) + b_t, written as P cumsum(b / P) with P = cumprod(a), at its last node;
-    None for another. The recurrence has a value where P has left the range of its dtype.
+    """h_t = a_t h_(t-1) + b_t, at its last node, written as P cumsum(b / P), where P = cumprod(a),
+    or exp(L) with L = cumsum(log a); None for another. Instead of b / P also b times 1 / P or
+    exp(-L). The recurrence has a value where P has left the range of its dtype.
     """
     if node.target is not aten.mul.Tensor:
         return None
     for product, total in (node.args[:2], node.args[1::-1]):
-        if getattr(product, "target", None) is not aten.cumprod.default:
+        if _is(product, aten.cumprod.default):
+            sums = product
+        elif _is(product, aten.exp.default) and _is(product.args[0], aten.cumsum.default):
+            sums = product.args[0]
+        else:
             continue
-        if getattr(total, "target", None) is not aten.cumsum.default:
+        if not _is(total, aten.cumsum.default):
             continue
-        ratio = total.args[0]
-        if ratio.target is not aten.div.Tensor or ratio.args[1] is not product or ratio.kwargs:
+        found = _over(total.args[0], product)
+        if found is None:
             continue
-        a, b = product.args[0], ratio.args[0]
-        chain = [a, b, product, ratio, total, node]
+        a, (b, *inverse) = sums.args[0], found
+        parts = {sums, product, *inverse, total.args[0], total}
+        chain = [a, b, *parts, node]
         if not all(isinstance(n, torch.fx.Node) for n in chain):
             continue
         rank, dtype = value(node).dim(), value(node).dtype
@@ -168,13 +177,34 @@ def recurrence_of(node: Any) -> Site | None:
             dtype.is_floating_point
             and all(value(n).dtype == dtype for n in chain)
             and all(same_shape(value(n).shape, value(node).shape) for n in chain)
-            and product.args[1] % rank == total.args[1] % rank
-            and set(product.users) == {ratio, node}
-            and set(ratio.users) == {total}
-            and set(total.users) == {node}
+            and sums.args[1] % rank == total.args[1] % rank
+            and all(set(n.users) <= {*parts, node} for n in parts)
         ):
-            parts = product, ratio, total
-            return dataclasses.replace(_affine(node, a, b, total.args[1] % rank), parts=parts)
+            site = _affine(node, a, b, total.args[1] % rank, logarithms=sums is not product)
+            return dataclasses.replace(site, parts=tuple(parts))
+    return None
+
+
+def _is(node: Any, target: Any) -> bool:
+    return getattr(node, "target", None) is target
+
+
+def _over(ratio: Any, product: Any) -> tuple[Any, ...] | None:
+    """b of b / ``product``, and the nodes of the inverse where it is multiplied by that."""
+    if _is(ratio, aten.div.Tensor) and ratio.args[1] is product and not ratio.kwargs:
+        return (ratio.args[0],)
+    if not _is(ratio, aten.mul.Tensor):
+        return None
+    for b, inverse in (ratio.args[:2], ratio.args[1::-1]):
+        times = (inverse,) if _is(inverse, aten.mul.Tensor) and inverse.args[1] == 1 else ()
+        if times:  # as 1 / P is traced
+            inverse = inverse.args[0]
+        if _is(inverse, aten.reciprocal.default) and inverse.args[0] is product:
+            return (b, inverse, *times)
+        if _is(inverse, aten.exp.default) and _is(product, aten.exp.default):
+            negative = inverse.args[0]
+            if _is(negative, aten.neg.default) and negative.args[0] is product.args[0]:
+                return b, inverse, negative
     return None
 
 
@@ -183,18 +213,20 @@ def is_recurrence(site: Site) -> bool:
     return site.node.target is aten.mul.Tensor
 
 
-def _affine(node: Any, a: Any, b: Any, dim: int) -> Site:
+def _affine(node: Any, a: Any, b: Any, dim: int, logarithms: bool) -> Site:
     dtype = value(node).dtype
     kind, form = _type(dtype), scan_forms.form("affine", dtype)
+    factor = f"libdevice.exp(x0.to({kind}))" if logarithms else f"x0.to({kind})"
     program = Program(
         inputs=(Input(dtype), Input(dtype)),
         outputs=(dtype,),
         states=form.states,
-        produce=f"s0 = x0.to({kind})\ns1 = x1.to({kind})",
+        produce=f"s0 = {factor}\ns1 = x1.to({kind})",
         combine=form.combine,
         consume="y0 = s1",
     )
-    return Site(node, "cumprod(a) cumsum(b / cumprod(a))", program, (a, b), ((node,),), dim)
+    what = "exp(cumsum(g)) cumsum(b / exp(cumsum(g)))" if logarithms else RECURRENCE
+    return Site(node, what, program, (a, b), ((node,),), dim)
 
 
 # --- operations of the package, which are registered when they are first used --------------------

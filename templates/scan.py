@@ -95,3 +95,16 @@ def picked0(bits, where):
 def picked1(bits, where):
     """The same for each row of a tile."""
     return tl.sum(tl.where(where, bits, 0), 1, keep_dims=True)
+
+
+@triton.jit
+def picked_run(bits, where):
+    """The same for each run of a tile of columns (PIECES x RUN x LANES)."""
+    return tl.sum(tl.where(where, bits, 0), 1)
+
+
+@triton.jit
+def moved(state, pieces: tl.constexpr):
+    """Each row of PIECES x LANES one row further, the last one to the first."""
+    row = (tl.arange(0, pieces) + (pieces - 1)) % pieces
+    return tl.gather(state, tl.broadcast_to(row[:, None], state.shape), 0)

@@ -23,6 +23,7 @@ Size = Any  # int or SymInt
 ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
 SHORT = 4096  # positions up to which cutting a scan costs more than it brings
 LONG = 1 << 26  # positions from which there are tiles enough for large ones
+CHUNK, AHEAD = 1 << 16, 1 << 16  # bytes that a cut of columns reads, and that are loaded early
 # Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, about what a
 # card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
 GROUP, DEPTH = 40, 9
@@ -31,17 +32,20 @@ GROUP, DEPTH = 40, 9
 @dataclass(frozen=True)
 class Tiling:
     """``lanes`` x ``time`` positions per tile, by ``warps``; ``group`` tiles per published group,
-    0 where a program scans all of its lanes. ``ascending``: a reversed scan turns a tile around
-    in registers, else in its addresses. ``ahead``: who goes from tile to tile loads one early.
-    ``depth``: groups whose tiles are read one by one, about what a card runs at a time."""
+    0 where a program scans all of its lanes. ``ascending``: a reversed scan of rows turns a tile
+    around in registers, else in its addresses. ``ahead``: how many tiles who goes from one to the
+    next loads early: one of rows, in registers; of columns in shared memory. ``depth``: groups
+    whose tiles are read one by one, about what a card runs at a time. ``parts``: tiles of columns
+    that have a total together, where a scan is cut."""
 
     lanes: int
     time: int
     warps: int
     group: int = 0
     ascending: bool = True
-    ahead: bool = False
+    ahead: int = 0
     depth: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,25 +128,54 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
         time, warps = (512, 2) if shifted else {3: (2048, 8)}.get(held, (4096, 4))
         if scan_logsumexp.applies(program):
             time, warps = 2048, 4
+        if held == 2 and lanes < 8 * ROWS:
+            time, warps = 8192, 8
         if program.reverse and not shifted:
             time, warps = min(time, 4096), 4
         time = min(time, _power(length))
         few = max(1, min(_power(lanes), 512 // time))
         warps = max(1, min(warps, few * time // 256))
-        # many rows hide by themselves what a program waits for
-        ahead = length > time and (held > 2 or program.reverse or lanes < 8 * ROWS)
-        return Tiling(few, time, warps, 0, not (program.reverse and shifted), ahead)
+        return Tiling(few, time, warps, 0, not (program.reverse and shifted), int(length > time))
+    return _columns(program, held, lanes, length)
+
+
+def _columns(program: Program, held: int, lanes: int, length: int) -> Tiling:
+    """Whole sectors of 64 bytes and more, and as many bytes under way as a multiprocessor needs."""
+    entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
+    if any(kind in ("fp64", "int64") for kind in program.states):
+        entries //= 2
+    read = sum(given.dtype.itemsize for given in program.inputs)
     if length > SHORT // 4 and -(-lanes // 16) < ROWS:
         wide = min(_power(lanes), 32)
-        many = held > 4 or scan_text.words_of(program) > 2
-        entries = 16384 if held <= 2 else 1024 if held > 6 else 2048 if many else 4096
-        time = min(4096, entries // wide)
-        return Tiling(wide, time, 4, 18, not program.reverse)
-    wide = min(_power(lanes), 64 if lanes >= 64 * 2 * ROWS else 16)
-    entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
+        time = entries // (2 * wide if wide < 8 else wide)
+        chunk = min(CHUNK, lanes * length * read // (3 * ROWS))
+        return Tiling(wide, time, 4, 8, parts=max(1, _floor(chunk // (wide * time * read))))
+    wide, warps = 16, 4
+    if lanes >= 32 * ROWS:
+        wide = 32 if lanes < 128 * ROWS else 64
+        if lanes < 64 * ROWS and held <= 2:  # a program on each multiprocessor
+            entries, warps = 2 * entries, 8
+    wide = min(_power(lanes), wide)
     time = min(_power(length), entries // wide)
-    warps = max(1, min(4, wide * time // 256))
-    return Tiling(wide, time, warps, 0, not program.reverse, length > time)
+    ahead = 1 if len(program.inputs) > 1 else min(3, AHEAD // (wide * time * read))
+    ahead = ahead if length > time else 0
+    return Tiling(wide, time, max(1, min(warps, wide * time // 256)), ahead=ahead)
+
+
+def _floor(n: int) -> int:
+    return 1 << max(0, n.bit_length() - 1)
+
+
+def _pieces(program: Program, tile: Tiling) -> int:
+    """Into how many pieces a tile of columns is cut: as many as threads have different positions
+    of, which load and store 16 bytes of neighbouring lanes each."""
+    narrowest = min(
+        [given.dtype.itemsize for given in program.inputs] + [y.itemsize for y in program.outputs]
+    )
+    if tile.lanes * narrowest < 32:  # less than a sector: neighbours in memory to neighbours
+        return tile.time
+    beside = max(1, tile.lanes * narrowest // 16)  # threads for the lanes of one position
+    return max(1, min(tile.time, 32 * tile.warps // beside))
 
 
 def _shared_row(program: Program, held: int, length: int) -> Tiling:
@@ -186,8 +219,14 @@ def plan(
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
+    ascending = choice.ascending and bool(axis)  # rows of a tile of columns lie apart anyway
     layout = scan_text.Layout(
-        axis, len(lane_dims), kinds, bool(choice.group), choice.ascending, choice.ahead
+        axis,
+        len(lane_dims),
+        kinds,
+        bool(choice.group),
+        ascending,
+        bool(choice.ahead and axis),
     )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
@@ -202,6 +241,10 @@ def plan(
     }
     blocks = _cdiv(lanes, choice.lanes)
     constants = {"LANES": choice.lanes, "TIME": choice.time}
+    if not axis:
+        pieces = _pieces(program, choice)
+        constants |= {"PIECES": pieces, "RUN": choice.time // pieces}
+        constants |= {"PARTS": choice.parts} if choice.group else {"STAGES": 1 + choice.ahead}
     if "PIECE" in scan_text.constants_of(program, layout):
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
@@ -212,7 +255,7 @@ def plan(
         few = (choice.depth + 3) * choice.group
         constants["WINDOW"] = _power(max(few + 8, 64 * choice.warps // choice.lanes))
         constants["SUPERS"] = constants["WINDOW"] - few
-        tiles = _cdiv(length, choice.time)
+        tiles = _cdiv(length, choice.time * (1 if axis else choice.parts))
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)
         words = scan_text.words_of(program) * lanes * kept

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from . import scan_states
 from .scan_program import Program
 
 BITS = {"int1": 1, "int32": 1, "fp32": 1, "int64": 2, "fp64": 2}  # 32-bit words of a state
-TYPES = {"int1": "int1", "int32": "int32", "fp32": "float32", "int64": "int64", "fp64": "float64"}
+TYPES = scan_states.TYPES
 
 
 @dataclass(frozen=True)
@@ -48,24 +49,15 @@ def indented(text: str, by: int = 4) -> str:
 
 
 def leaves(prefix: str, program: Program) -> str:
-    return ", ".join(f"{prefix}{i}" for i in range(len(program.states)))
+    return scan_states.leaves(prefix, program.states)
 
 
 def scanned_by(program: Program, axis: int, reverse: bool) -> str:
-    states = leaves("s", program)
-    group = states if len(program.states) == 1 else f"({states})"
+    states, group = leaves("s", program), scan_states.group("s", program.states)
     return f"{states} = tl.associative_scan({group}, {axis}, combine, reverse={reverse})"
 
 
 def last_of(program: Program, to: str, where: str, layout: Layout) -> str:
     """The state at the one position where ``where`` holds, bit for bit."""
-    picked = "picked" if layout.flat else f"picked{layout.axis}"
-    lines = []
-    for i, kind in enumerate(program.states):
-        bits = {"fp32": "int32", "fp64": "int64"}.get(kind)
-        state = f"s{i}.to(tl.{bits}, bitcast=True)" if bits else f"s{i}.to(tl.int32)"
-        if kind == "int64":
-            state = f"s{i}"
-        back = f"tl.{TYPES[kind]}, bitcast=True" if bits else f"tl.{TYPES[kind]}"
-        lines.append(f"{to}{i} = {picked}({state}, {where}).to({back})")
-    return "\n".join(lines)
+    call = "picked" if layout.flat else f"picked{layout.axis}"
+    return scan_states.picked(program.states, to, "s", call, where)

@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from . import scan, scan_forms, scan_logsumexp
+from . import scan, scan_columns, scan_forms, scan_logsumexp
 from .scan_parts import TYPES as TYPES
 from .scan_parts import Layout as Layout
 from .scan_parts import indented, last_of, leaves, scanned_by
@@ -40,6 +40,8 @@ HELPERS = [
     "picked",
     "picked0",
     "picked1",
+    "picked_run",
+    "moved",
 ]
 
 
@@ -90,11 +92,12 @@ def _lanes(layout: Layout) -> str:
     else:  # lanes do
         lines += ["block = number % blocks", "k = number // blocks"]
     if layout.flat:
-        lines.append("lane = block")
+        lines += ["lane = block", "live = lane < lanes"]
+    elif layout.axis:
+        lines += [f"lane = {lane}[:, None].to(tl.int64)", "live = lane < lanes"]
     else:
-        lines.append(f"lane = {lane}{'[:, None]' if layout.axis else '[None, :]'}.to(tl.int64)")
-    lines.append("live = lane < lanes")
-    rest = "lane"
+        lines.append(scan_columns.LANES)
+    rest = "lane" if layout.axis else "across"
     for i in reversed(range(1, layout.lane_dims)):
         lines.append(f"i{i} = {rest} % n{i}")
         lines.append(f"r{i} = {rest} // n{i}")
@@ -115,7 +118,11 @@ def _place(program: Program, layout: Layout, k: str = "k") -> str:
         lines += [f"start = {k} * TIME", "t = start + time"]
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
         lines += ["left = tl.minimum(length - start, TIME).to(tl.int32)", "whole = left == TIME"]
-    return "\n".join([*lines, f"inside = live & {_there(program, layout)}"])
+    return "\n".join([*lines, f"inside = {_live(layout)} & {_there(program, layout)}"])
+
+
+def _live(layout: Layout) -> str:
+    return "live" if layout.axis else "here"
 
 
 def _there(program: Program, layout: Layout) -> str:
@@ -140,17 +147,18 @@ def _either(whole: str, part: str) -> str:
     return f"if whole:\n{indented(whole)}\nelse:\n{indented(part)}"
 
 
-def _loads(program: Program, layout: Layout, to: str = "x") -> str:
+def _loads(program: Program, layout: Layout, to: str = "x", kept: str = "") -> str:
+    """``kept``: how long the L2 is to keep what is read, if not as long as usual."""
     if layout.flat:
         return _either(_loaded(program, layout, to, True), _loaded(program, layout, to, False))
-    return _loaded(program, layout, to, False)
+    return _loaded(program, layout, to, False, kept)
 
 
-def _loaded(program: Program, layout: Layout, to: str, whole: bool) -> str:
+def _loaded(program: Program, layout: Layout, to: str, whole: bool, kept: str = "") -> str:
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
         free = whole or all(kind == 0 for kind in kinds[1:])
-        limits = [] if free else ["live"]
+        limits = [] if free else [_live(layout)]
         if kinds[0] != 0 and not whole:
             limits.append(_there(program, layout))
         ahead = given.shift if program.reverse else -given.shift  # in memory
@@ -158,7 +166,8 @@ def _loaded(program: Program, layout: Layout, to: str, whole: bool) -> str:
             limits.append(f"(at < length - {ahead})" if ahead > 0 else f"(at >= {-ahead})")
         masked = f", {' & '.join(limits)}, other={given.fill}" if limits else ""
         pointers = _pointers(f"x{i}", layout, kinds, ahead)
-        lines.append(f"{to}{i} = tl.load({pointers}{masked})")
+        policy = f', eviction_policy="{kept}"' if kept and not free and kinds[0] != 0 else ""
+        lines.append(f"{to}{i} = tl.load({pointers}{masked}{policy})")
     return "\n".join(lines)
 
 
@@ -187,12 +196,13 @@ def _after(program: Program, before: str, there: str) -> str:
     return "\n".join(lines)
 
 
-def _stores(program: Program, layout: Layout) -> str:
+def _stores(program: Program, layout: Layout, kept: str = "") -> str:
+    policy = f', eviction_policy="{kept}"' if kept else ""
     first = len(program.inputs)
     stores = []
     for i in range(len(program.outputs)):
         pointers = _pointers(f"y{i}", layout, layout.strides[first + i])
-        stores.append(f"tl.store({pointers}, y{i}, inside)")
+        stores.append(f"tl.store({pointers}, y{i}, inside{policy})")
     part = "\n".join(stores)
     if layout.flat:
         part = _either(part.replace(", inside)", ")"), part)
@@ -274,15 +284,16 @@ def _looped(program: Program, layout: Layout) -> str:
     zeros = "\n".join(
         f"c{i} = tl.zeros(lane.shape, tl.{TYPES[kind]})" for i, kind in enumerate(program.states)
     )
-    loads = [_place(program, layout), _loads(program, layout)]
+    tiles = "range(0, tl.cdiv(length, TIME))"
+    loads = [_place(program, layout, "(zero + k)"), _loads(program, layout)]
     first: list[str] = []
     if layout.ahead:
-        first = [_place(program, layout, "0"), _loads(program, layout, "next")]
+        first = [_place(program, layout, "zero"), _loads(program, layout, "next")]
         loads = [
             _taken(program),
-            _place(program, layout, "(k + 1)"),
+            _place(program, layout, "(zero + k + 1)"),
             _loads(program, layout, "next"),
-            _place(program, layout),
+            _place(program, layout, "(zero + k)"),
         ]
     scanned = [
         _tile(program, layout),
@@ -290,6 +301,10 @@ def _looped(program: Program, layout: Layout) -> str:
         last_of(program, "c", _end(program, layout), layout),
     ]
     scanned.append(_stores(program, layout))
+    if not layout.axis:
+        zeros = scan_columns.zeros(program.states)
+        scanned = [scan_columns.looped(program.states, "k > 0"), _stores(program, layout)]
+        tiles = "tl.range(0, tl.cdiv(length, TIME), num_stages=STAGES)"
     if _by_masses(program, layout):
         scanned = [
             _masses(program, layout),
@@ -302,7 +317,7 @@ def _looped(program: Program, layout: Layout) -> str:
             "    " + _exactly(program, layout, "c", "k", "k > 0", True),
         ]
     body = [*loads, _states(program), *scanned]
-    parts = [_lanes(layout), zeros, *first, "for k in range(0, tl.cdiv(length, TIME)):"]
+    parts = [_lanes(layout), "zero = tl.full([], 0, tl.int64)", zeros, *first, f"for k in {tiles}:"]
     return "\n".join([*parts, indented("\n".join(body))])
 
 
@@ -338,20 +353,23 @@ def _results(program: Program, layout: Layout) -> str:
     )
 
 
-def _shared(program: Program, layout: Layout) -> str:
-    """Tiles of one scan are many programs'. One that waits in vain goes through the tiles from the
-    first that is late to its own, announces of each what its program would have, and begins again
-    with its own: code of its own, so that what rarely runs takes no registers of what always does.
-    """
+def _shared_head(parts: str, layout: Layout) -> str:
     window = "" if layout.axis else "[:, None]"
-    e, p = leaves("e", program), leaves("p", program)
-    head = f"""size = tl.full([], TIME, tl.int64)
+    return f"""size = tl.full([], TIME * {parts}, tl.int64)
 tiles = tl.cdiv(length, size)
 blocks = tl.cdiv(lanes, LANES)
 words = workspace + 0
 call = tl.full([], call, tl.int64)
 j = tl.arange(0, WINDOW){window}.to(tl.int64)
 number = tl.program_id(0).to(tl.int64)"""
+
+
+def _shared(program: Program, layout: Layout) -> str:
+    """Tiles of one scan are many programs'. One that waits in vain goes through the tiles from the
+    first that is late to its own, announces of each what its program would have, and begins again
+    with its own: code of its own, so that what rarely runs takes no registers of what always does.
+    """
+    e, p = leaves("e", program), leaves("p", program)
 
     def given(k: str) -> str:
         return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {e}, GROUP"
@@ -362,7 +380,7 @@ number = tl.program_id(0).to(tl.int64)"""
 
     results = _results(program, layout)
     parts = [
-        head,
+        _shared_head("1", layout),
         _lanes(layout),
         scanned("k"),
         f"announced({given('k')})",
@@ -383,6 +401,50 @@ number = tl.program_id(0).to(tl.int64)"""
     return "\n".join(parts)
 
 
+def _shared_columns(program: Program, layout: Layout) -> str:
+    """The same of chunks of PARTS tiles of columns. A chunk is read twice, the second time out of
+    L2 and knowing what precedes it: no register holds it while others are waited for, and it may be
+    larger than they are."""
+    e, p = leaves("e", program), leaves("p", program)
+
+    def given(k: str) -> str:
+        return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {e}, GROUP"
+
+    def tiles(k: str, kept: str, *what: str) -> str:
+        place = _place(program, layout, f"({k} * PARTS + part)")
+        body = [place, _loads(program, layout, "x", kept), _states(program), *what]
+        return "for part in range(0, PARTS):\n" + indented("\n".join(body))
+
+    def total(k: str) -> str:
+        states = program.states
+        sums = tiles(k, "evict_last", scan_columns.carried(states, "part > 0"))
+        return "\n".join(
+            [
+                scan_columns.zeros(states),
+                sums,
+                scan_columns.chunk(states),
+                f"announced({given(k)})",
+                f"closed({given(k)})",
+            ]
+        )
+
+    scan = scan_columns.looped(program.states, "own + part > 0")
+    parts = [
+        _shared_head("PARTS", layout),
+        _lanes(layout),
+        "own = k",
+        total("own"),
+        f"{p}, late = before({given('own')}, DEPTH, SUPERS)",
+        "while late < own:",
+        "    for turn in range(late, own + 1):",
+        indented(total("turn"), 8),
+        f"    {p}, late = before({given('own')}, DEPTH, SUPERS)",
+        scan_columns.begun(program.states),
+        tiles("own", "evict_first", scan, _stores(program, layout, "evict_first")),
+    ]
+    return "\n".join(parts)
+
+
 @functools.cache
 def text(program: Program, layout: Layout) -> str:
     """The functions of the kernel; the entry is the last one."""
@@ -390,9 +452,10 @@ def text(program: Program, layout: Layout) -> str:
     numbers = [n for n in arguments(program, layout) if n not in pointers]
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(program, layout))
-    body = _shared(program, layout) if layout.shared else _looped(program, layout)
-    time = "" if layout.flat else "[None, :]" if layout.axis else "[:, None]"
-    head = f"time = tl.arange(0, TIME){time}"
+    shared = _shared if layout.axis else _shared_columns
+    body = (shared if layout.shared else _looped)(program, layout)
+    time = f"time = tl.arange(0, TIME){'' if layout.flat else '[None, :]'}"
+    head = time if layout.axis else scan_columns.TIME
     parts = [_combine(program)]
     if _by_masses(program, layout):
         parts.append(_exact(program, layout))
@@ -411,7 +474,10 @@ def text(program: Program, layout: Layout) -> str:
 def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
     shared = ["GROUP", "DEPTH", "SUPERS", "WINDOW", "PATIENCE"] if layout.shared else []
-    return ["LANES", "TIME", *shared, *(["PIECE"] if _by_masses(program, layout) else [])]
+    columns = ["PIECES", "RUN", "PARTS" if layout.shared else "STAGES"]
+    pieces = [] if layout.axis else columns
+    masses = ["PIECE"] if _by_masses(program, layout) else []
+    return ["LANES", "TIME", *pieces, *shared, *masses]
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def test_right_is_told_from_wrong(case, monkeypatch):
         make = getattr(torch, maker)
         monkeypatch.setattr(torch, maker, lambda *a, m=make, device, **k: m(*a, **k))
     inputs = [x.requires_grad_(case.kind == "bwd") for x in bench.draw(case)]
-    given = torch.ones(case.shape) if case.kind == "bwd" else None
+    given = bench.incoming(case) if case.kind == "bwd" else None
     results = bench.by_ours(case)(*inputs)
     if case.kind == "bwd":
         results = torch.autograd.grad(results, inputs, given)
@@ -63,5 +63,7 @@ def test_the_shipped_report_is_of_the_shipped_figures(tmp_path):
 
 def test_cases_can_be_listed_without_a_card():
     command = [sys.executable, "-m", "benchmarks.scan", "--list", "--cases", "recurrence"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert len(run.stdout.splitlines()) == 5 and "bwd" in run.stdout
+    for shard, count in (("1/1", 5), ("1/2", 3), ("2/2", 2)):
+        whole = [*command, "--shard", shard]
+        run = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert len(run.stdout.splitlines()) == count and "bwd" in run.stdout

@@ -1,5 +1,7 @@
 """What the operations launch, compiled for an H200."""
 
+import re
+
 import pytest
 import torch
 from inductor_ext.templates import scan_launch
@@ -40,3 +42,14 @@ def kernel(program, shape, dim, given):
 def test_rows_spill_nothing(program):
     binary = kernel(program, *ROWS, [i.dtype for i in program.inputs])
     assert binary.spills == 0
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_column_is_scanned_by_threads(reverse):
+    """Only totals of pieces go from thread to thread, and loads and stores are of 16 bytes."""
+    program = programs.scan(FP32, False, "sum", reverse, False, FP32)
+    binary = kernel(program, (4096, 4096), 0, [FP32])
+    copies, stores = (len(re.findall(p, binary.ptx)) for p in (r"cp\.async\.cg", r"st\.global\.v4"))
+    narrow = re.findall(r"ld\.global|st\.global\.[bfu]|cp\.async\.ca", binary.ptx)
+    assert binary.spills == 0 and copies and stores and not narrow
+    assert binary.ptx.count("shfl.sync") < 8 * stores  # a scan by shuffles has more than 40

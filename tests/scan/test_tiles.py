@@ -16,11 +16,17 @@ FP32, INT64 = torch.float32, torch.int64
 WAYS = {
     "one tile": Tiling(2, 64, 1),
     "looped": Tiling(2, 8, 1),
-    "looped, loaded ahead": Tiling(4, 8, 1, 0, True, True),
-    "looped, by addresses, ahead": Tiling(2, 4, 1, 0, False, True),
+    "looped, loaded ahead": Tiling(4, 8, 1, 0, True, 1),
+    "looped, by addresses, ahead": Tiling(2, 4, 1, 0, False, 1),
     "shared": Tiling(2, 4, 1, 2),
     "shared, by addresses": Tiling(1, 2, 1, 2, False),
     "shared, groups of 3, the last one by tiles": Tiling(2, 2, 1, 3, depth=1),
+}
+# a thread has two or four neighbouring positions
+COLUMNS = {
+    "looped": Tiling(32, 8, 1),
+    "looped, loaded ahead": Tiling(32, 16, 1, ahead=2),
+    "chunks, read again": Tiling(32, 8, 1, 2, parts=2),
 }
 
 
@@ -59,13 +65,23 @@ def recurrence(a, b, dim):
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_layouts_agree_with_torch(way, shape, dim, reverse):
+    agrees_with_torch(WAYS[way], shape, dim, reverse)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("way", COLUMNS)
+def test_columns_in_pieces_agree_with_torch(way, reverse):
+    agrees_with_torch(COLUMNS[way], (51, 3), 0, reverse)
+
+
+def agrees_with_torch(tile, shape, dim, reverse):
     turned = (lambda x: x.flip(dim)) if reverse else (lambda x: x)
     x, a = torch.randint(-9, 9, shape), torch.randint(0, 3, shape).double()
-    (got,) = run(program("sum", INT64, reverse), [x], dim, WAYS[way])
+    (got,) = run(program("sum", INT64, reverse), [x], dim, tile)
     assert torch.equal(got, turned(turned(x).cumsum(dim)))
-    (got,) = run(program("affine", torch.float64, reverse), [a, x.double()], dim, WAYS[way])
+    (got,) = run(program("affine", torch.float64, reverse), [a, x.double()], dim, tile)
     torch.testing.assert_close(got, turned(recurrence(turned(a), turned(x.double()), dim)))
-    values, positions = run(program("cummax", FP32, reverse), [x.float()], dim, WAYS[way])
+    values, positions = run(program("cummax", FP32, reverse), [x.float()], dim, tile)
     expected = torch.cummax(turned(x.float()), dim)
     assert torch.equal(values, turned(expected.values))
     assert torch.equal(positions, turned(expected.indices))  # counted along the scan

@@ -27,6 +27,7 @@ def sums(dim):
 
 
 CUT, COLUMNS = "stock cuts the scan", "stock walks the columns one by one"
+MANY = "stock loops over many columns at half the speed of memory"
 PAIR = "stock is at half the speed of memory at best with several values"
 LOOP = "stock loops over rows at 70% of the speed of memory"
 TAKEN = {
@@ -35,6 +36,8 @@ TAKEN = {
     "few_columns": (sums(0), (2**20, 8), COLUMNS),
     "columns": (sums(0), (65536, 128), COLUMNS),
     "middle": (sums(1), (8, 4096, 256), COLUMNS),
+    "many_columns": (sums(0), (1024, 16384), MANY),
+    "many_short_columns": (sums(0), (128, 65536), MANY),
     "long_rows": (sums(1), (8192, 4096), LOOP),
     "long_pair": (lambda x: x.cummax(0), (2**24,), PAIR),
     "rows_of_pairs": (lambda x: x.cummax(1), (4096, 16384), PAIR),
@@ -53,7 +56,7 @@ SWEEP = "in one sweep with a reduction over the same entries"
 LEFT = {
     "many_short_rows": (sums(1), (2**20, 128), f"1048576 lanes of 128 {FAST}"),
     "short_rows": (sums(1), (128, 1024), f"128 lanes of 1024 {FAST}"),
-    "many_columns": (sums(0), (1024, 16384), f"16384 lanes of 1024 {FAST}"),
+    "short_columns": (sums(0), (100, 16384), f"16384 lanes of 100 {FAST}"),
     "rows_of_pairs": (lambda x: x.cummax(1), (1024, 1024), FAST),
     "short_columns_of_pairs": (lambda x: x.cummax(0), (128, 16384), FAST),
     "probabilities": (lambda x: x.softmax(1).cumsum(1), (2048, 8192), SWEEP),
