@@ -56,7 +56,7 @@ class Tunable:
         self, rule: Callable[..., Any], lowering: str, op: str, sizes: str, fields: dict[str, str]
     ) -> None:
         self.rule, self.lowering, self.op, self.fields = rule, lowering, op, fields
-        self.signature = inspect.signature(rule)
+        self.signature = self.__signature__ = inspect.signature(rule)
         self.sizes = tuple(sizes.split())
         self._more = tuple(n for n in self.sizes if n not in self.signature.parameters)
         self._kept: dict[Any, Any] = {}  # by problem: looking up is faster than most rules

@@ -74,7 +74,7 @@ def main() -> None:
     dtype = torch.bfloat16 if on_card else torch.float32
     model = Decoder().to(device, dtype)
     compactor = Compactor(BUDGET).to(device, dtype)
-    tokens = torch.randint(512, (2, PROMPT + STEPS), device=device)
+    tokens = torch.randint(512, (4 if on_card else 1, PROMPT + STEPS), device=device)
     table(model, compactor, tokens, torch.compile if on_card else None)
     if on_card:
         print(
@@ -84,7 +84,7 @@ def main() -> None:
     from inductor_ext.testing import compile_for
 
     with torch.device("meta"):
-        model, tokens = Decoder().bfloat16(), torch.zeros(2, PROMPT, dtype=torch.int64)
+        model, tokens = Decoder().bfloat16(), torch.zeros(4, PROMPT, dtype=torch.int64)
         first = torch.zeros((), dtype=torch.int64)
     with torch.no_grad():
         code = compile_for(
