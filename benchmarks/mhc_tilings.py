@@ -45,7 +45,9 @@ def _replaced(module: Any, options: Options, *names: str) -> Iterator[None]:
     before = {name: getattr(module, name) for name in names if name in options}
     for name, old in before.items():
         new = options.pop(name)
-        setattr(module, name, functools.partial(lambda v, *_, **__: v, new) if callable(old) else new)
+        setattr(
+            module, name, functools.partial(lambda v, *_, **__: v, new) if callable(old) else new
+        )
     try:
         yield
     finally:
