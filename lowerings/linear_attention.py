@@ -33,6 +33,7 @@ NAME = "linear_attention"
 # Scores of fewer bytes stay in L2: the operation still was 1.1 to 4 times as fast on an H200, from
 # 8 MB on, but by less than what the host takes to launch it.
 LEAST_BYTES = 2**26
+TIMED = torch.float16, torch.bfloat16
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SAME = (
     *_VIEWS, aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default,
@@ -204,6 +205,8 @@ def _replacement(seen: shadow.Shadow, product: Any, scores: _Scores) -> Replacem
     tensors = [n.meta["val"] for n in (q, turned, v, result)]
     if len({t.dtype for t in tensors}) > 1 or tensors[0].dtype not in DTYPES:
         raise NoSite("q, k and v are expected in one of fp16, bf16 and fp32")
+    if tensors[0].dtype not in TIMED:
+        raise NoSite("in fp32 the operation was not timed beside scores")
     if not compat_fx.writes_triton(tensors[0].device):
         raise NoSite("it is not on a card")
     if any(not compat.is_static(s) for s in (*sizes, *of_values)):

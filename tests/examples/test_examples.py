@@ -91,7 +91,7 @@ def test_readme_times_of_losses_are_the_measured_ones() -> None:
     pair = r" (\d+) \| (\d+) \| ([\d.]+)x \|"
     table = re.findall(rf"^\|.*?\|{pair}{pair}$", _section("Softmax and cross entropy"), re.M)
     times = _times("cross_entropy.csv") | _times("cross_entropy_spellings.csv")
-    assert len(table) == 16
+    assert len(table) == 17
     for line in table:
         for stock, plugin, ratio in (line[:3], line[3:]):
             assert {stock, plugin} <= times
@@ -123,6 +123,8 @@ def test_readme_attention_is_as_measured() -> None:
         "window of 1024": "window B4 H16 S4096 D128",
         "documents": "documents B4 H16 S4096 D128",
         "softcap": "softcap B4 H16 S4096 D128",
+        "ALiBi": "alibi B4 H16 S4096 D128",
+        "prefix": "prefix B4 H16 S4096 D128",
         "bias per key, not causal": "slot_bias B4 H16 S4096 D128",
         "bias per pair, learned, not causal": "bias B4 H16 S4096 D128",
     }

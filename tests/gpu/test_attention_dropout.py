@@ -104,6 +104,7 @@ def test_compiled(mode):
     with inductor_ext.enable("attention"):
         compiled = torch.compile(model, mode=mode)
         for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
             compiled(q, k, v).sum().backward()
 
         def run(seed):

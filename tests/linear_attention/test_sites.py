@@ -94,6 +94,7 @@ def test_numbers(name, monkeypatch):
     from inductor_ext.lowerings import linear_attention as lowering
 
     monkeypatch.setattr(lowering, "LEAST_BYTES", 0)
+    monkeypatch.setattr(lowering, "TIMED", (torch.float32,))
     monkeypatch.setattr(lowering.compat_fx, "writes_triton", lambda device: True)
     make = torch.Generator().manual_seed(0)
     args = [torch.randn(1, 1, T, n, generator=make) for n in (4, 4, 3)]
