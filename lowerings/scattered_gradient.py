@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings.loss_rows import counts
-from inductor_ext.lowerings.softmax_cores import MEANS, SUMS, constant, keeps_value, reduced
+from inductor_ext.lowerings.softmax_cores import (
+    MEANS,
+    NARROW,
+    SUMS,
+    constant,
+    keeps_value,
+    reduced,
+)
 
 from inductor_ext import editing, matching
 from inductor_ext.editing import Editor, same_shape, same_size, value
@@ -27,8 +34,9 @@ class _Left(Exception):
     """The gradient is not one of entries alone, or not pointwise behind them."""
 
 
-def _region(root: Any) -> tuple[list[Any], Any]:
-    """(the sums over the row of scattered entries, the last node of the pointwise code behind)."""
+def _region(root: Any) -> tuple[list[Any], Any, set[Any]]:
+    """(the sums over the row of scattered entries, the last node of the pointwise code behind, all of
+    its nodes)."""
     shape = value(root).shape
     region, sums, ends, stack = {root}, [], [], [root]
     while stack:
@@ -49,7 +57,7 @@ def _region(root: Any) -> tuple[list[Any], Any]:
             ends.append(node)
     if len(ends) != 1 or ends[0] is root or any(user in region for user in ends[0].users):
         raise _Left
-    return sums, ends[0]
+    return sums, ends[0], region
 
 
 def _only_converted(node: Any, root: Any) -> bool:
@@ -64,8 +72,11 @@ class _Entries:
     """Values in the entries' columns, [.., K], of what has the logits' shape: computed again from
     what lies in memory, so that nothing as large as the logits gets another reader."""
 
-    def __init__(self, shape: Any, ids: Any, editor: Editor, known: dict[Any, Any]) -> None:
-        self.shape, self.ids, self.editor, self.known = shape, ids, editor, known
+    def __init__(
+        self, shape: Any, ids: Any, editor: Editor, known: dict[Any, Any], region: set[Any]
+    ) -> None:
+        self.shape, self.ids, self.editor = shape, ids, editor
+        self.known, self.region = known, region
 
     def of(self, node: Any) -> Any:
         """The entries of a node, or what they are broadcast from; of anything else itself."""
@@ -83,16 +94,22 @@ class _Entries:
             return self.editor.to(self.ids, tensor.dtype)
         if not same_shape(tensor.shape, self.shape):
             raise _Left
-        if node.target is aten.expand.default and value(node.args[0]).dim() in (0, tensor.dim()):
+        if node.target is aten.expand.default and value(node.args[0]).dim() == tensor.dim():
             return self.of(node.args[0])
-        if matching.is_pointwise(node) and not node.kwargs:
-            return call(node.target, *map(self.of, node.args))
+        if node.target is aten.expand.default and not value(node.args[0]).dim():
+            # A number promotes otherwise than a tensor.
+            return call(aten.expand.default, node.args[0], [1] * tensor.dim())
+        if matching.is_pointwise(node):
+            named = {name: self.of(given) for name, given in node.kwargs.items()}
+            return call(node.target, *map(self.of, node.args), **named)
+        if node in self.region:  # it has the entries in it
+            raise _Left
         return call(aten.gather.default, node, -1, self.ids)
 
 
 def _place(node: Any, zeros: Any, ids: Any, source: Any) -> None:
-    sums, end = _region(node)
-    shape = value(node).shape
+    sums, end, region = _region(node)
+    shape, users = value(node).shape, list(end.users)
     editor = Editor(node.graph)
     editor.before(node.next)
     wide = editor.to(source, torch.float32)
@@ -112,15 +129,16 @@ def _place(node: Any, zeros: Any, ids: Any, source: Any) -> None:
         totals.append((total, editor.to(found, value(total).dtype)))
     editor.before(end.next)
     try:
-        ready = _Entries(shape, ids, editor, known).of(end)
+        ready = _Entries(shape, ids, editor, known, region).of(end)
         if not same_shape(value(ready).shape, value(ids).shape):
+            raise _Left
+        if value(ready).dtype != value(end).dtype:
             raise _Left
     except _Left:
         editor.undo()
         raise
     for total, found in totals:
         total.replace_all_uses_with(found)
-    users = list(end.users)
     placed = editor.call(aten.scatter.src, end, -1, ids, ready)
     for user in users:
         user.replace_input_with(end, placed)
@@ -138,6 +156,7 @@ def place(graph: Any, shape: Any, dim: int) -> int:
         rows, entries = value(ids).shape[:-1], value(ids).shape[-1:]
         if not (
             same_shape(value(node).shape, shape)
+            and {value(node).dtype, value(source).dtype} <= set(NARROW)
             and along % len(shape) == dim
             and constant(zeros) == 0
             and same_shape(rows, shape[:-1])

@@ -278,9 +278,14 @@ def _needed(shadow: Shadow, graph: Any, found: list[Replacement]) -> dict[Any, A
 def _edit(shadow: Shadow, program: Program, replacement: Replacement) -> None:
     program.before(replacement.place)
     operation = replacement.emit(program)
+    recorded = any(shadow.grad[n] for n in replacement.outputs)
+    learns = recorded and any(value_of(n).requires_grad for n in replacement.inputs)
     dead = []
     for out, make in replacement.outputs.items():
-        program.replace(out, make(program, operation))
+        new = make(program, operation)
+        if learns and not value_of(out).requires_grad:  # it is of an operation with others, which do
+            new = program.call("detach", new)
+        program.replace(out, new)
         dead.append(out)
     while dead:
         node = dead.pop()
