@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,6 +117,9 @@ class _Lines:
 # --- reading --------------------------------------------------------------------------------------
 
 
+_LONGEST = 1e15  # us; whole numbers of any size, infinities and NaN are compared with it exactly
+
+
 class _Reader:
     """One text being read; every complaint is a PlanError with file, line and one sentence."""
 
@@ -125,6 +127,7 @@ class _Reader:
         self.name = name
         try:
             self.value = json.loads(text, parse_constant=self._constant)
+            json.dumps(self.value, ensure_ascii=False).encode()  # no half of a surrogate pair
         except json.JSONDecodeError as error:
             raise PlanError(
                 f"{name}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})."
@@ -274,7 +277,7 @@ class _Reader:
             self.expect(here, bool(ok), "a size for each bound", point)
             self.members(here, us, (), None)
             for name, t in us.items():
-                number = type(t) in (int, float) and math.isfinite(t) and t > 0
+                number = type(t) in (int, float) and 0 < t < _LONGEST
                 self.expect((*here, name), number, "a positive number of us", t)
         return Box(tuple(bounds), value["choice"], times)
 

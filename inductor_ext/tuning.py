@@ -86,9 +86,9 @@ def tune(
 ) -> Plan:
     """Measure, for every site of ``fn``, which candidate is fastest over ranges of ``dims``.
 
-    ``fn`` (a function, module or compiled function) is called with ``args``, which are not changed;
-    where one of them requires a gradient also backward, for the launches there. ``dims`` maps a
-    dimension to its least and largest size, both inclusive. "x.0" is dimension 0 of the argument x;
+    ``fn`` (a function, module or compiled function) is called with ``args``, many times: what
+    it writes to is written to each time. Where one of them requires a gradient it is called
+    backward too, for the launches there. ``dims`` maps a dimension to its least and largest size, both inclusive. "x.0" is dimension 0 of the argument x;
     a name without a dot is the one dimension marked with ``torch._dynamo.mark_dynamic``, or, where
     none is, dimension 0 of the first tensor, which is then logged. At most ``max_ranges`` ranges a
     site; of several dimensions, ranges are found along the first and the others are cut into at
@@ -110,7 +110,7 @@ def tune(
     if max_memory is None:
         max_memory = sys.maxsize if _measure else int(0.8 * torch.cuda.mem_get_info()[0])
     tally = Tally() if _tally is None else _tally
-    with _bar(progress) as tick:
+    with _bar(progress) as tick, _compiled_anew():
         for alike in (False, True):
             tuner = _Tuner(found, max_ranges, max_memory, _measure, tick, tally)
             marks = _marks(found, args, alike=alike)
@@ -124,7 +124,6 @@ def tune(
             )
         if tuner.program is not None:
             tuner.launches(args, marks)
-        torch._dynamo.reset()
     for d in found:
         if d.label not in tuner.reached:
             raise ValueError(
@@ -141,6 +140,15 @@ def tune(
         tuple(tuner.entries.values()),
         f"inductor_ext.tune({name}; {settings})",
     )
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """What is compiled within is for tuning only: nobody is to run it afterwards."""
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ Keys and values that are repeated for groups of heads are given as they were.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -96,6 +97,18 @@ def _uses(site: Any) -> Any:
     return uses if sums or one_row else None
 
 
+def _apart(found: list[Replacement]) -> list[Replacement]:
+    """Those whose dropout nobody else has: operations would each draw their own."""
+    drawn = Counter(node for replacement in found for node in replacement.drawn)
+    alone = []
+    for replacement in found:
+        if any(drawn[node] > 1 for node in replacement.drawn):
+            leave(NAME, replacement.site, "its dropped weights are used by another product")
+        else:
+            alone.append(replacement)
+    return alone
+
+
 def rewrite(graph: Any) -> None:
     """The pass over a graph in front of AOTAutograd."""
     if not may_hold_attention(graph):
@@ -123,7 +136,7 @@ def rewrite(graph: Any) -> None:
                 done.append(found.replacement(plan, _text))
         except (NoPlace, NoSite) as reason:
             leave(NAME, describe(NAME, seen.of.get(call, call), shadow.value_of(call)), str(reason))
-    apply(seen, graph, done)
+    apply(seen, graph, _apart(done))
 
 
 registry.register(registry.Lowering(NAME, passes={"pre_grad": rewrite}))

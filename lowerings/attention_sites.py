@@ -29,6 +29,7 @@ from inductor_ext.lowerings.attention_places import (
     VIEWS,
     Axes,
     Index,
+    NoPlace,
     Place,
     dtype_of,
     equal,
@@ -86,8 +87,8 @@ def sites(seen: Shadow, reader: Reader) -> Any:
                 continue
             try:
                 site = _site(seen, reader, node, side)
-            except NoSite as reason:
-                yield node, reason
+            except (NoPlace, NoSite) as reason:
+                yield node, NoSite(str(reason))
             else:
                 if site is not None:
                     yield node, site

@@ -40,6 +40,10 @@ class Weights:
     drawn: list[Any] = dataclasses.field(default_factory=list)
 
 
+def _varies(axes: Axes, place: Place) -> set[Any]:
+    return {axis for index in axes.now(place) for axis in index.axes}
+
+
 class Reader:
     """Finds weights behind a factor of a product."""
 
@@ -51,13 +55,15 @@ class Reader:
         """None where a value is no softmax along ``keys``. Raises NoSite, NoPlace."""
         passed: list[Any] = []
         parts: list[tuple[Any, Place]] = []
-        dropped, drawn = 0.0, list[Any]()
+        dropped, drawn, dropped_at = 0.0, list[Any](), place
         while True:
             passed.append(node)
             parts.append((node, place))
             found = self._softmax(node)
             if found is not None:
                 scores, dim, empty = found
+                if dropped and not _varies(axes, dropped_at) <= _varies(axes, place):
+                    raise NoSite("its dropout is of repeated weights")
                 weights = Weights(
                     scores, place, empty, passed, parts=parts, softmax=node, softmax_place=place,
                     dropout=dropped, drawn=drawn,
@@ -68,7 +74,9 @@ class Reader:
                 whole, probability = dropout
                 if probability and dropped:
                     raise NoSite("its weights are dropped out twice")
-                drawn += [node] if probability else []
+                if probability:
+                    drawn.append(node)
+                    dropped_at = place
                 dropped, node = dropped or probability, whole.args[0]
                 continue
             if node.target is aten._to_copy.default and _is_float(node.args[0], node):

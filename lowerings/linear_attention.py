@@ -35,9 +35,7 @@ NAME = "linear_attention"
 LEAST_BYTES = 2**26
 TIMED = torch.float16, torch.bfloat16
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_SAME = (
-    *_VIEWS, aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default,
-)  # fmt: skip
+_SAME = (*_VIEWS, aten.expand.default, aten.clone.default, aten.alias.default)
 
 
 def may_hold_scores(graph: Any) -> bool:
@@ -117,7 +115,7 @@ def triangle(seen: shadow.Shadow, node: Any) -> str:
         return opposite
     if node.target is aten.ne.Scalar and node.args[1] == 0:
         return own
-    keeps = (aten._to_copy.default, aten.unsqueeze.default, *_SAME)
+    keeps = (aten._to_copy.default, aten.unsqueeze.default, aten.detach.default, *_SAME)
     if node.target in keeps and shape_of(node)[-2:] == shape_of(node.args[0])[-2:]:
         return own
     return ""
@@ -211,6 +209,10 @@ def _replacement(seen: shadow.Shadow, product: Any, scores: _Scores) -> Replacem
         raise NoSite("it is not on a card")
     if any(not compat.is_static(s) for s in (*sizes, *of_values)):
         raise NoSite("its sizes are symbolic, and at few tokens scores are faster")
+    if compat.ahead_of_time():
+        raise NoSite("a C++ wrapper can't hold an operation in Python")
+    if 0 in (*sizes, *of_values):
+        raise NoSite("a size is 0")
     tokens, dk = (int(s) for s in sizes[-2:])
     if max(dk, int(of_values[-1])) > operation.LARGEST:
         raise NoSite(f"its heads are of more than {operation.LARGEST}")
@@ -280,6 +282,8 @@ def rewrite(graph: Any) -> None:
             found.append(_replacement(seen, node, scores))
         except NoSite as reason:
             leave(NAME, describe(NAME, node), str(reason))
+        except Exception as error:
+            registry.failed(NAME, describe(NAME, node), error)
     apply(seen, graph, found)
 
 

@@ -35,8 +35,8 @@ class _Left(Exception):
 
 
 def _region(root: Any) -> tuple[list[Any], Any, set[Any]]:
-    """(the sums over the row of scattered entries, the last node of the pointwise code behind, all of
-    its nodes)."""
+    """(the sums over the row of scattered entries, the last node of the pointwise code behind, and
+    all of its nodes)."""
     shape = value(root).shape
     region, sums, ends, stack = {root}, [], [], [root]
     while stack:

@@ -65,23 +65,23 @@ class Tunable:
     def __call__(self, *facts: Any, **given: Any) -> Any:
         if watcher is not None and (chosen := watcher.met(self, facts, given)) is not None:
             return chosen
-        problem = (*facts, *given.values())
+        problem, kept = (*facts, *given.values()), self._kept
         try:
-            return self._kept[problem]
+            return kept[problem]
         except KeyError:
             pass
         except TypeError:  # a symbolic size, of which nobody knows the value
             return self.ruled(facts, given)
-        if len(self._kept) >= _MOST:
-            self._kept.clear()
+        if len(kept) >= _MOST:
+            kept.clear()
         planned = None if plans is None else plans(self, facts, given)
         chosen = self.ruled(facts, given) if planned is None else planned
-        self._kept[problem] = chosen
+        kept[problem] = chosen  # of the plans that were asked: forget() puts another in its place
         return chosen
 
     def forget(self) -> None:
         """Decide anew: other plans are in force."""
-        self._kept.clear()
+        self._kept = {}
 
     def ruled(self, facts: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
         """What the rule says."""
