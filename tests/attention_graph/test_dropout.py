@@ -113,6 +113,38 @@ def test_what_sdpa_has_is_sdpas(masked, card_here):
     assert (mean - right).norm() <= 0.2 * right.norm()
 
 
+def by_two(q, k, v):
+    weights = F.dropout(probabilities(q, k), 0.5)
+    return weights @ v - weights @ v.clone()
+
+
+def of_copies(q, k, v):
+    weights = probabilities(q[:, :1], k[:, :1]).expand(-1, v.shape[1], -1, -1)
+    return F.dropout(weights, 0.5) @ v
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"), [(by_two, "by another product"), (of_copies, "of repeated weights")]
+)
+def test_dropouts_that_are_not_one_product_s(fn, why, card_here):
+    args = [a.detach() for a in arguments(("BHSD",) * 3, FP32, tokens=32)]
+    out, text, decisions = edited(fn, args)
+    assert OP not in text and decisions and all(why in d.reason for d in decisions)
+    assert fn is not by_two or not out.any()
+
+
+def test_a_site_that_can_not_be_placed_leaves_the_others(card_here):
+    def fn(q, k, v):
+        mixed = (q[0] @ k[0].mT).softmax(-1).view(4, -1, q.shape[2])
+        other = mixed @ v[0, 0].expand(4, -1, -1)
+        return probabilities(q, k) @ v, other
+
+    args = [a.detach() for a in arguments(("BHSD",) * 3, FP32, tokens=32)]
+    args = [torch.cat([a] * 6, 1)[:, :6] for a in args]
+    _, text, decisions = edited(fn, args)
+    assert text.count(OP) == 1 and any(d.fired for d in decisions)
+
+
 def padded_call(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, q[:, :1, None, :, 0] > 0, dropout_p=0.1)
 

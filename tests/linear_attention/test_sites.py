@@ -50,6 +50,8 @@ OTHERS = {
         (q @ k.mT) * torch.ones(T, 1, device=q.device, dtype=q.dtype).tril()) @ v,
     "fewer queries": lambda q, k, v: torch.tril(
         q[..., : T // 2, :].contiguous() @ k.mT) @ v + (v @ v.mT).sum(),
+    "detached scores": lambda q, k, v: torch.tril(q @ k.mT).detach() @ v,
+    "heads of nothing": lambda q, k, v: torch.tril(q[..., :0] @ k[..., :0].mT) @ v,
     "few tokens": lambda q, k, v: torch.tril(q[..., :256, :] @ k[..., :256, :].mT)
     @ v[..., :256, :],
 }  # fmt: skip

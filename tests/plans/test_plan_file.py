@@ -89,6 +89,7 @@ FAULTS = {
     "no choice": (',\n         "choice": "bmm_split16"', "", 14, "'choice' is missing"),
     "choice": ('"bmm_split16"', "null", 15, "a candidate's name as 'choice', got null"),
     "us": ("5.6", "-5.6", 13, "a positive number of us as 'stock', got -5.6"),
+    "us huge": ("5.6", "1" + 400 * "0", 13, "a positive number of us"),
     "point": ('"4"', '"4,4"', 13, "a size for each bound"),
     "no ranges": (TEXT[TEXT.index("[\n        {") : TEXT.index("\n    }")], "[]", 12, "one range"),
     "entries": (TEXT[TEXT.index("[\n    {") : TEXT.index("\n}")], "{}", 6, "expected a list"),
@@ -122,8 +123,8 @@ def test_a_second_entry_for_one_problem(tmp_path):
     ("content", "said"),
     [(None, "can't be read"), (b"\xff\xfe", "not UTF-8"), (b"", "line 1: not JSON"),
      (b"[]", "line 1: expected an object"), (b'{"card": NaN}', "NaN is not JSON"),
-     (b"[" * 100_000, "not a plan")],
-    ids=["absent", "binary", "empty", "list", "nan", "deep"],
+     (b"[" * 100_000, "not a plan"), (b'{"card": "\\ud800"}', "not a plan")],
+    ids=["absent", "binary", "empty", "list", "nan", "deep", "half a pair"],
 )  # fmt: skip
 def test_what_is_no_plan_at_all(content, said, tmp_path):
     path = tmp_path / "plan.json"

@@ -70,6 +70,38 @@ def of_two_lists(x, ids, logprobs):
     return p.gather(-1, ids).square().sum() + p.gather(-1, ids + 1 - ids // (V - 1)).sum()
 
 
+class _Scaled(torch.autograd.Function):
+    """The gradient gets a part of x, by a keyword."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.add(grad, *ctx.saved_tensors, alpha=0.01) * 2
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_keywords_behind_the_entries(twice, judged):
+    def loss(x, ids, logprobs):
+        x = _Scaled.apply(x)
+        return kl(_Scaled.apply(x) if twice else x, ids, logprobs)
+
+    assert placed(judged(loss, drawn(4, dtype=FP32))) == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_scatters_of_other_numbers_are_left(dtype, judged):
+    def counted(x, ids, logprobs):
+        given = (1 << 24) + torch.ones_like(ids, dtype=dtype)
+        counts = torch.zeros(x.shape, dtype=dtype, device=x.device).scatter_add(-1, ids, given)
+        return (x.logsumexp(-1) + ((counts + 1).sum(-1) % 1000).to(x.dtype)).sum()
+
+    assert not placed(judged(counted, drawn(2, dtype=FP32)))
+
+
 @pytest.mark.parametrize(
     ("loss", "inputs"),
     [(kl, drawn(2, dtype=FP32, entries=129)), (of_two_lists, drawn(2, dtype=FP32))],
