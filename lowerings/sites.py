@@ -275,11 +275,17 @@ def _needed(shadow: Shadow, graph: Any, found: list[Replacement]) -> dict[Any, A
     return needed
 
 
+def _requires_grad(node: Any) -> bool | None:
+    """None where a value is no tensor, or not known."""
+    found = value_of(node)
+    return found.requires_grad if isinstance(found, torch.Tensor) else None
+
+
 def _edit(shadow: Shadow, program: Program, replacement: Replacement) -> None:
     program.before(replacement.place)
     operation = replacement.emit(program)
     recorded = any(shadow.grad[n] for n in replacement.outputs)
-    learns = recorded and any(value_of(n).requires_grad for n in replacement.inputs)
+    learns = recorded and any(_requires_grad(n) for n in replacement.inputs)
     dead = []
     for out, make in replacement.outputs.items():
         new = make(program, operation)
