@@ -289,9 +289,7 @@ def _edit(shadow: Shadow, program: Program, replacement: Replacement) -> None:
     dead = []
     for out, make in replacement.outputs.items():
         new = make(program, operation)
-        if (
-            learns and not value_of(out).requires_grad
-        ):  # it is of an operation with others, which do
+        if learns and _requires_grad(out) is False:  # of an operation with others, which do
             new = program.call("detach", new)
         program.replace(out, new)
         dead.append(out)
