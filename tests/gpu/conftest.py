@@ -19,6 +19,9 @@ import inductor_ext
 from inductor_ext import compat, measure, report
 
 
+_broken = []  # tests that left this process without a working CUDA context
+
+
 class _Wide(TorchDispatchMode):
     """A program of fp64 tensors, never rounded on the way."""
 
@@ -190,3 +193,19 @@ def own_caches(clean_setting):
 
     with fresh_cache(), config.patch(force_disable_caches=False):
         yield
+
+
+def pytest_runtest_makereport(item, call):
+    """Note a CUDA context that a kernel broke: every later test of this process would fail in it."""
+    if call.excinfo is not None and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            _broken.append(item.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish(nodeid):
+    """End such a process where it is a worker of pytest-xdist, which starts another for the rest."""
+    if _broken and "PYTEST_XDIST_WORKER" in os.environ:
+        os._exit(1)
