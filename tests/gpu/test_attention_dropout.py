@@ -103,6 +103,7 @@ def test_compiled(mode):
     do = torch.randn_like(q)
     with inductor_ext.enable("attention"):
         compiled = torch.compile(model, mode=mode)
+
         def run(seed):
             if seed is not None:
                 torch.manual_seed(seed)
@@ -111,7 +112,7 @@ def test_compiled(mode):
             (dv,) = torch.autograd.grad(out, v, do)
             return out.detach().clone(), dv.clone()
 
-        for _ in range(3):  # as below: what is kept while a graph is recorded is kept in its replays
+        for _ in range(3):  # keeping what later replays keep
             run(None)
         first, second, other = run(3), run(3), run(None)
     assert all(map(torch.equal, first, second)) and not torch.equal(first[0], other[0])
