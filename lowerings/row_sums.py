@@ -6,8 +6,18 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings.loss_rows import NoForm
-from inductor_ext.lowerings.row_forms import Exponential, Form, Forms, NotLinear, OneHot, Shifted
+from inductor_ext.lowerings.row_forms import (
+    Exponential,
+    Form,
+    Forms,
+    Key,
+    NotLinear,
+    OneHot,
+    Shifted,
+)
 from inductor_ext.lowerings.softmax import below_of
+from inductor_ext.lowerings.softmax_cores import lies_in_memory, uncast, xlogy
+from inductor_ext.lowerings.weighted_sums import Weighted, paired
 
 from inductor_ext.editing import same_shape, same_size, value
 
@@ -19,17 +29,27 @@ class Rows(Forms):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.weighted = Weighted(self.graph, self.numbers, self.editor, self.dim)
         self._weights: set[Any] = set()  # what is summed in a sweep that the forward needs anyway
+
+    def forget(self) -> None:
+        super().forget()
+        self.weighted.forget()
 
     def sum(self, form: Form) -> Any:
         """The sum of a form over the row, fp32, with one entry per row. Raises NotLinear."""
+        form = paired(self._opened(form))
+        made = self.weighted.sums(form, self.operations)
         weighted = self._is_weighted(form)
         by_condition: dict[Any, Any] = {}
         for key, c in form.items():
-            term = self._op(aten.mul.Tensor, self._sum_of(key.factors, weighted), c)
+            total = made.get(key.factors)
+            if total is None:
+                total = self._sum_of(key.factors, weighted)
+            term = self._op(aten.mul.Tensor, total, c)
             before = by_condition.get(key.where, 0)
             by_condition[key.where] = self._op(aten.add.Tensor, before, term)
-        total: Any = 0
+        total = 0
         for where, term in by_condition.items():
             for condition, holds in reversed(where):
                 if not isinstance(term, torch.fx.Node):
@@ -41,6 +61,40 @@ class Rows(Forms):
                     term = self.editor.call(aten.where.ScalarSelf, condition, 0.0, term)
             total = self._op(aten.add.Tensor, total, term)
         return self._as_row(total)
+
+    def _opened(self, form: Form) -> Form:
+        """The form with weights that are made of what lies in memory, and of row values, written as
+        that, so that an operation can read it."""
+        if not self.weighted.given() and not any(len(key.factors) > 1 for key in form):
+            return form
+        opened: Form = {}
+        for key, c in form.items():
+            product: Form = {Key((), key.where): c}
+            for factor in key.factors:
+                inner: Form = {Key((factor,)): 1}
+                if isinstance(factor, torch.fx.Node) and xlogy(factor) is None:
+                    inner = self._parts(factor)
+                product = self._times(product, inner)
+            opened = self._plus(opened, product, 1)
+        return opened
+
+    def _parts(self, factor: Any) -> Form:
+        """A factor as a sum of parts that lie in memory, times row values; itself if it is none."""
+        whole: Form = {Key((factor,)): 1}
+        node = uncast(factor)
+        if lies_in_memory(node) or self._is_column(factor):
+            return whole
+        try:
+            form = self.form(node, whole=False)
+        except NotLinear:
+            return whole
+        parts = [key.factors for key in form]
+        simple = all(
+            len(f) == 0
+            or (len(f) == 1 and isinstance(f[0], torch.fx.Node) and lies_in_memory(uncast(f[0])))
+            for f in parts
+        )
+        return form if simple else whole
 
     def _is_weighted(self, form: Form) -> bool:
         """Whether a form is a target's probabilities times log-probabilities, t (x - m) - t log s,

@@ -75,11 +75,12 @@ def _check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
         ):
             raise NoForm("its argmax needs a sweep as well")
     levels = levels_of(x, numbers)
-    _check_levels(x, levels)
+    check_levels(x, levels)
     check_rounding(graph, numbers, levels[-1])
 
 
-def _check_levels(x: Any, levels: list[Level]) -> None:
+def check_levels(x: Any, levels: list[Level]) -> None:
+    """Raise NoForm where an operation would not read these logits."""
     base, scale = levels[-1].base, levels[-1].scale
     if not (0 < scale < math.inf and levels[-1].softcap >= 0):
         raise NoForm("its scale is not positive")

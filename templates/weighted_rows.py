@@ -158,8 +158,8 @@ def weighted_kernel(
         if KIND != OWN:
             w_edge = tl.load(w_row - head + j, mask=j < edges, other=0.0)
         state = absorb(
-            x_edge, w_edge, j < edges, state, scale, cap, w_scale, w_cap, 1, KIND, SELF, SMOOTH, CAPPED,
-            W_CAPPED, THREADS, E, True,
+            x_edge, w_edge, j < edges, state, scale, cap, w_scale, w_cap, 1, KIND, SELF, SMOOTH,
+            CAPPED, W_CAPPED, THREADS, E, True,
         )  # fmt: skip
     last = n // BLOCK * BLOCK
     for c in tl.range(0, last, BLOCK, num_stages=STAGES):
@@ -178,8 +178,8 @@ def weighted_kernel(
         if KIND != OWN:
             w_tail = tl.load(w_row + last + i, mask=inside, other=0.0)
         state = absorb(
-            x_tail, w_tail, inside, state, scale, cap, w_scale, w_cap, R, KIND, SELF, SMOOTH, CAPPED,
-            W_CAPPED, THREADS, E, True,
+            x_tail, w_tail, inside, state, scale, cap, w_scale, w_cap, R, KIND, SELF, SMOOTH,
+            CAPPED, W_CAPPED, THREADS, E, True,
         )  # fmt: skip
     anchor, total, below, w_anchor, mass, linear, own = gather(state, scale, w_scale, KIND, SELF)
     low_x = -float("inf")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inductor_ext.lowerings import loss_rows
+from inductor_ext.lowerings import loss_rows, weighted_sums
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import inductor_ext
@@ -59,6 +59,7 @@ def fresh_status():
 def clean_setting(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(loss_rows, "LEAST_BYTES", 0)
+    monkeypatch.setattr(weighted_sums, "FEW", 0)
     # Losses that are taken whole have tests of their own.
     on = inductor_ext.disable("fused_loss", "linear_cross_entropy")
     with inductor_ext.config.patch(strict=True), on:
