@@ -67,7 +67,10 @@ def absorb(
     f = tl.exp2((shift - anchor) * (scale * LOG2E))
     if SMOOTH:
         below += number * drop + _thread(tl.where(there, y, 0.0) if MASKED else y, ROWS, THREADS, E)
-        number += _thread(there.to(tl.float32), ROWS, THREADS, E) if MASKED else ROWS * E
+        if MASKED:
+            number += _thread(inside.to(tl.float32), ROWS, THREADS, E)
+        else:
+            number += ROWS * E
     if KIND == OWN:
         product = e * y
         linear = f * linear + (f * total) * drop

@@ -53,7 +53,7 @@ def weighted_statistics(
         made = launch.weighted_statistics(
             x, w, kind, own, below, scale, softcap, w_scale, w_softcap
         )
-    return made  # type: ignore[return-value]
+    return made
 
 
 @weighted_statistics.register_fake
@@ -66,7 +66,7 @@ def _(
     dtype = torch.float64 if wide else torch.float32
     made = True, True, below, kind == SOFTMAX, kind != OWN, True, own != NO
     results = [x.new_empty(x.shape[0] if m else 0, dtype=dtype) for m in made]
-    return tuple(results)  # type: ignore[return-value]
+    return tuple(results)
 
 
 def _composed(
