@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from inductor_ext.lowerings import softmax
 from inductor_ext.lowerings.loss_rows import NoForm
 from inductor_ext.lowerings.row_forms import (
     Exponential,
@@ -13,13 +14,21 @@ from inductor_ext.lowerings.row_forms import (
     Key,
     NotLinear,
     OneHot,
+    SelfWeighted,
     Shifted,
 )
 from inductor_ext.lowerings.softmax import below_of
-from inductor_ext.lowerings.softmax_cores import lies_in_memory, uncast, xlogy
-from inductor_ext.lowerings.weighted_sums import Weighted, paired
+from inductor_ext.lowerings.softmax_cores import (
+    Core,
+    cores,
+    lies_in_memory,
+    remembered,
+    uncast,
+    xlogy,
+)
+from inductor_ext.lowerings.weighted_sums import Apart, Weighted, paired
 
-from inductor_ext.editing import same_shape, same_size, value
+from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -140,6 +149,8 @@ class Rows(Forms):
         call = self.editor.call
         if not factors:
             return self._columns()
+        if any(isinstance(f, (Apart, SelfWeighted)) for f in factors):
+            raise NotLinear("its weights' own logarithms are summed in a sweep")
         one_hots = [f for f in factors if isinstance(f, OneHot)]
         others = [f for f in factors if not isinstance(f, OneHot)]
         shifted = [f for f in others if isinstance(f, Shifted)]
@@ -168,6 +179,8 @@ class Rows(Forms):
 
     def _below(self, shifted: Shifted) -> Any:
         """The sum of the logits less their maximum."""
+        if shifted.operation is None:  # in ``closes``
+            return shifted.core.peak
         try:
             return below_of(self.graph, self.numbers, self.editor, shifted.operation, shifted.core)
         except NoForm as why:
@@ -218,3 +231,32 @@ class Rows(Forms):
             for key in form
         )
         return self.sum(form) if simple else None
+
+
+def closes(graph: Any, numbers: Numbers, node: Any, dim: int) -> bool:
+    """Whether no sweep is left of a sum over rows, once operations make the statistics of the
+    softmaxes that they can."""
+    shape = value(node.args[0]).shape
+    found: dict[Any, Core] = {}
+    made: dict[Any, Core] = {}
+    for where, every in ((found, cores(graph, numbers)), (made, (c for _, c in remembered(graph)))):
+        for core in every:
+            if core.dim == dim and same_shape(value(core.x).shape, shape):
+                where[numbers.of(core.x)] = core
+    editor = Editor(graph)
+    rows = Rows(graph, numbers, editor, [*made, *found], dim)
+    editor.before(node)
+    try:
+        for x, core in found.items():
+            if x not in rows.operations:
+                softmax.check(graph, numbers, [core])
+                rows.operations[x] = Shifted(core, None, x)
+        rows.sum(rows.form(node.args[0]))
+    except (NotLinear, NoForm):
+        return False
+    finally:
+        editor.undo()
+        for shifted in rows.operations.values():
+            if shifted.operation is not None:
+                softmax.settle(shifted.operation)
+    return True

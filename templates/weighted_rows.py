@@ -19,7 +19,8 @@ what w is scaled by as its own maximum moves (1 if it has none),
 
 Nothing cancels: log p_j = (z_j - peak) - log(total) is a sum of two terms that are not positive, so
 that the terms of linear are no larger than those of the sum that it stands for, whatever sign the
-weights have. Infinities and NaN come out as torch's products have them: 0 (-inf) is NaN.
+weights have. Infinities and NaN come out as torch's products have them: 0 (-inf) is NaN. Weights
+of SOFTMAX are divided by their sum at the end, so that it is mass times the loss that may overflow.
 """
 
 from __future__ import annotations

@@ -156,6 +156,9 @@ def sweeps(source, v):
     """A line per kernel that touches whole rows of length ``v``: loops, loads, stores of such."""
     calls = len(re.findall(r"= torch\.ops\.inductor_ext\.row_statistics\.default\(", source))
     lines = ["row_statistics loads=1 stores=0"] * calls
+    call = r"= torch\.ops\.inductor_ext\.weighted_statistics\.default\([^,]*, (\w+)"
+    for weights in re.findall(call, source):
+        lines.append(f"weighted_statistics loads={1 if weights == 'None' else 2} stores=0")
     for kernel in kernels_of(source):
         text = kernel.source
         flat = re.findall(r"(\w+) = xindex$", text, re.MULTILINE)
