@@ -64,6 +64,10 @@ def _per_row(x, y):
     return F.cross_entropy(x.float(), y, reduction="none")
 
 
+def _transposed(x, y):
+    return F.cross_entropy(x.float()[None].transpose(1, 2), y[None])
+
+
 def _smoothed(x, y):
     return F.cross_entropy(x.float(), y, label_smoothing=0.1)
 
@@ -165,6 +169,7 @@ def _entropy(x):
 VARIANTS: dict[str, Variant] = {
     "plain": Variant(_plain, _index, (2, 4), (2, 4)),
     "per row": Variant(_per_row, _index, (2, 4), (2, 4)),
+    "transposed": Variant(_transposed, _index, (2, 4), (2, 4)),
     "label smoothing": Variant(_smoothed, _index, (6, 12), (2, 4)),
     "label smoothing, 16 bit": Variant(_smoothed_16_bit, _index, (6, 12), (2, 4)),
     "class weight, smoothing": Variant(_weighted_and_smoothed, _weighted, (6, 12), (4, 4)),
