@@ -42,7 +42,8 @@ _RESHAPED = {
     aten.squeeze.dims,
 }
 _REDUCTIONS = {aten.amax.default, aten.sum.dim_IntList, aten.mean.dim}
-_SAME = {aten.clone.default, aten.alias.default, aten.detach.default, aten.tanh.default}
+_COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
+_SAME = {*_COPIES, aten.tanh.default}
 
 
 def _moved(shape: Any, along: int) -> list[Any]:
@@ -86,12 +87,13 @@ class _Images:
     def __init__(self, graph: Any) -> None:
         self.graph, self.editor = graph, Editor(graph)
         self.made: dict[Any, tuple[Any, int]] = {}
+        self._view: Any = None
         self._base: Any = None
         self._operands: dict[Any, Any] = {}  # what is read beside them, and stays as it is
 
     def start(self, view: Any, along: int) -> None:
         """Begin at the view that moves the classes away from the end."""
-        self._base = view.args[0]
+        self._view, self._base = view, view.args[0]
         self.made[view] = self._base, along
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,6 +135,15 @@ class _Images:
                 size = self.call(aten.sym_size.int, self._base, at[0])
             sizes.append(size)
         return sizes
+
+    def read_lightly(self, node: Any) -> bool:
+        """Whether a node reads nothing in the other order but the logits, converted maybe."""
+        return all(map(self._is_light, (s for s in node.all_input_nodes if s in self.made)))
+
+    def _is_light(self, node: Any) -> bool:
+        while node in self.made and (keeps_value(node) or node.target in _COPIES):
+            node = node.args[0]
+        return node is self._view
 
     def image(self, node: Any, along: int, depth: int = 0) -> Any:
         """The image of a node by those of its operands; None where there is no such."""
@@ -298,16 +309,26 @@ def _rewrite(graph: Any, view: Any, along: int) -> None:
             if node in images.made or not any(s in images.made for s in node.all_input_nodes):
                 continue
             if node.op == "output":
+                if images.read_lightly(node):
+                    continue
                 raise NoForm("a value in that order is a result")
+            if compat_fx.may_be_recomputed(node):
+                raise NoForm("activation checkpointing computes it again in the backward")
             images.editor.before(node)
-            place = _classes(images, node)
-            image = None
-            if place is not None:
-                image = images.image(node, place)
-            if image is not None:
-                images.made[node] = image, place  # type: ignore[assignment]
-                continue
-            exit_ = _leave(images, node, place)
+            image, exit_ = None, None
+            try:
+                place = _classes(images, node)
+                if place is not None:
+                    image = images.image(node, place)
+                if image is not None:
+                    images.made[node] = image, place  # type: ignore[assignment]
+                    continue
+                exit_ = _leave(images, node, place)
+            except NoForm:
+                if not images.read_lightly(node):
+                    raise
+            if exit_ is None and images.read_lightly(node):
+                continue  # it stays beside them, and reads memory as before
             if exit_ is None:
                 raise NoForm(f"{node.target} reads it in that order")
             exits.append((node, exit_))

@@ -39,6 +39,13 @@ def entropy(x, y, w):
     return -(z.softmax(1) * z.log_softmax(1)).sum(1).mean()
 
 
+def with_an_accuracy(x, y, w):
+    """What else reads the logits, as trainers do, reads them as before."""
+    z = x.float().transpose(1, 2)
+    right = (z.detach().argmax(1) == y).float().mean()
+    return F.cross_entropy(z, y) + 0.0 * right
+
+
 def in_four_dimensions(x, y, w):
     z = x.float().unflatten(1, (1, -1)).permute(0, 3, 1, 2)
     return F.cross_entropy(z, y.unflatten(1, (1, -1)))
@@ -46,7 +53,7 @@ def in_four_dimensions(x, y, w):
 
 LOSSES = {
     smoothed: "fused_loss", per_row: "softmax", with_z_loss: "fused_loss",
-    entropy: "cross_entropy", in_four_dimensions: "fused_loss",
+    entropy: "cross_entropy", with_an_accuracy: "fused_loss", in_four_dimensions: "fused_loss",
 }  # fmt: skip
 
 
