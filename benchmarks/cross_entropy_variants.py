@@ -64,6 +64,10 @@ def _per_row(x, y):
     return F.cross_entropy(x.float(), y, reduction="none")
 
 
+def _transposed(x, y):
+    return F.cross_entropy(x.float()[None].transpose(1, 2), y[None])
+
+
 def _smoothed(x, y):
     return F.cross_entropy(x.float(), y, label_smoothing=0.1)
 
@@ -165,6 +169,7 @@ def _entropy(x):
 VARIANTS: dict[str, Variant] = {
     "plain": Variant(_plain, _index, (2, 4), (2, 4)),
     "per row": Variant(_per_row, _index, (2, 4), (2, 4)),
+    "transposed": Variant(_transposed, _index, (2, 4), (2, 4)),
     "label smoothing": Variant(_smoothed, _index, (6, 12), (2, 4)),
     "label smoothing, 16 bit": Variant(_smoothed_16_bit, _index, (6, 12), (2, 4)),
     "class weight, smoothing": Variant(_weighted_and_smoothed, _weighted, (6, 12), (4, 4)),
@@ -173,16 +178,16 @@ VARIANTS: dict[str, Variant] = {
     "temperature": Variant(_temperature, _index, (6, 4), (2, 4)),
     "z-loss": Variant(_z_loss, _index, (4, 4), (2, 4)),
     "z-loss, softcap, smoothing": Variant(_z_loss_softcap_smoothed, _index, (10, 12), (2, 4)),
-    "soft targets": Variant(_soft_targets, _probabilities, (8, 8), (6, 6)),
-    "soft targets, smoothing": Variant(_soft_targets_smoothed, _probabilities, (8, 8), (6, 6)),
-    "kl": Variant(_kl, _probabilities, (8, 8), (6, 8)),
-    "kl, teacher logits": Variant(_kl_teacher, _teacher, (16, 14), (8, 6)),
-    "kl, teacher log": Variant(_kl_teacher_log, _teacher, (12, 8), (8, 6)),
+    "soft targets": Variant(_soft_targets, _probabilities, (8, 8), (4, 6)),
+    "soft targets, smoothing": Variant(_soft_targets_smoothed, _probabilities, (8, 8), (4, 6)),
+    "kl": Variant(_kl, _probabilities, (8, 8), (4, 6)),
+    "kl, teacher logits": Variant(_kl_teacher, _teacher, (16, 14), (4, 6)),
+    "kl, teacher log": Variant(_kl_teacher_log, _teacher, (12, 8), (4, 6)),
     "kl, top 64 of a teacher": Variant(_kl_top_of_teacher, _top_of_teacher, (2, 16), (2, 4)),
     "gathered": Variant(_gathered, _valid, (2, 16), (2, 4)),
     "logsumexp - gathered": Variant(_lse_minus_gathered, _valid, (4, 12), (2, 4)),
     "smoothing by hand": Variant(_smoothed_by_hand, _valid, (6, 16), (2, 4)),
     "smoothing by a trainer": Variant(_smoothed_by_a_trainer, _index, (6, 10), (2, 4)),
     "maximum by hand": Variant(_maximum_by_hand, _valid, (4, 16), (2, 4)),
-    "entropy": Variant(_entropy, lambda *_: (), (6, 6), (4, 6)),
+    "entropy": Variant(_entropy, lambda *_: (), (6, 6), (2, 4)),
 }

@@ -1,6 +1,7 @@
 """One module per capability. Importing this package registers them all."""
 
 from . import attention as attention
+from . import classes_last as classes_last
 from . import cross_entropy as cross_entropy
 from . import decompose_k as decompose_k
 from . import fused_loss as fused_loss

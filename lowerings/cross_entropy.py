@@ -225,6 +225,7 @@ def rewrite(graph: Any) -> None:
         for node in sums:
             if node.users:  # else erased meanwhile
                 _look_at(node, rows, compared)
+        rows.weighted.merge()
     editing.check(graph)
 
 

@@ -13,6 +13,7 @@ computed where a condition on the row holds keeps that condition: a NaN elsewher
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +26,15 @@ from inductor_ext.lowerings.softmax_cores import (
     keeps_value,
     remembered,
     uncast,
+    xlogy,
 )
 
 from inductor_ext import compat_fx
 from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
+from inductor_ext.ops import _weighted
 
 aten, prims = torch.ops.aten, torch.ops.prims
+WEIGHTED = _weighted.weighted_statistics._opoverload
 DEPTH, TERMS = 64, 8
 
 _MUL = {aten.mul.Tensor, aten.mul.Scalar}
@@ -63,18 +67,31 @@ class OneHot:
 
 @dataclasses.dataclass(frozen=True)
 class Exponential:
-    """``node`` is exp of one of the logits plus a row value; ``total`` is its sum over the row."""
+    """``node`` is exp of one of the logits plus a row value; ``total`` is its sum over the row.
+
+    It is ``scale``, a row value, times the exponential of the logits ``x`` less their maximum.
+    """
 
     total: Any
     node: Any
+    x: Any
+    scale: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfWeighted:
+    """An exponential times its logits less their maximum, 0 where it is 0 itself."""
+
+    exponential: Exponential
 
 
 @dataclasses.dataclass(frozen=True)
 class Shifted:
-    """The logits less their maximum, of a core that ``operation`` makes."""
+    """The logits ``x`` less their maximum, of a core that ``operation`` makes."""
 
     core: Core
     operation: Any
+    x: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +140,7 @@ class Forms:
         comes in: what does can't be summed beforehand."""
         if node not in self._depends:
             sources = [self.depends(n) for n in node.all_input_nodes]
-            reduces = node.target is STATISTICS or (
+            reduces = node.target in (STATISTICS, WEIGHTED) or (
                 node.target in _REDUCTIONS
                 and same_shape(value(node.all_input_nodes[0]).shape, self._whole)
             )
@@ -236,6 +253,8 @@ class Forms:
             return self._exponential(node)
         if target is aten.view.default:
             return self._reshaped(node, form)
+        if (p := xlogy(node)) is not None:
+            return self._own_logarithm(p, form)
         if target in _WHERE:
             return self._where(args[0], args[1], args[2], form)
         return None
@@ -261,10 +280,26 @@ class Forms:
                 row = self._op(aten.mul.Tensor, self._float(row), sign)
                 shift = self._op(aten.add.Tensor, shift, row)
             first = False
+        scale: Any = 1
         if isinstance(shift, torch.fx.Node):
             scale = self.editor.call(aten.exp.default, shift)
             total = self.editor.call(aten.mul.Tensor, total, scale)
-        return {Key((Exponential(total, node),)): 1}
+        return {Key((Exponential(total, node, self.numbers.of(x), scale),)): 1}
+
+    def _own_logarithm(self, p: Any, form: Callable[[Any], Form]) -> Form | None:
+        """p log p of one exponential times a row value."""
+        ((key, c),) = form(p).items() if len(form(p)) == 1 else ((ONE, 0),)
+        if len(key.factors) != 1 or not isinstance(key.factors[0], Exponential):
+            return None
+        log = self._op(aten.mul.Tensor, c, key.factors[0].scale)
+        if isinstance(log, torch.fx.Node):
+            log = self.editor.call(aten.log.default, log)
+        elif log > 0:
+            log = math.log(log)
+        else:
+            return None
+        own = Key((SelfWeighted(key.factors[0]),), key.where)
+        return {own: c, key: self._op(aten.mul.Tensor, c, log)}
 
     def _reshaped(self, node: Any, form: Callable[[Any], Form]) -> Form | None:
         """A view that adds or drops dimensions of size 1."""
@@ -287,7 +322,7 @@ class Forms:
         def put(n: Any) -> Any:
             if isinstance(n, OneHot):
                 return OneHot(put(n.index), put(n.node))
-            if isinstance(n, (Exponential, Shifted)):
+            if isinstance(n, (Exponential, SelfWeighted, Shifted)):
                 raise NotLinear("a softmax of another shape")
             if not isinstance(n, torch.fx.Node):
                 return n
@@ -341,6 +376,8 @@ class Forms:
             return factor
         if isinstance(factor, Exponential):
             return self.editor.to(factor.node, torch.float32)
+        if isinstance(factor, SelfWeighted):
+            raise NotLinear("what it is weighted with is made in a sweep")
         if isinstance(factor, Shifted):
             x = self.editor.to(factor.core.x, torch.float32)
             return self.editor.call(aten.sub.Tensor, x, factor.core.peak)
@@ -434,7 +471,7 @@ def _pairs(
     for operation, core in made:
         x = numbers.of(core.x)
         if x in found:
-            shifted.setdefault(x, Shifted(core, operation))
+            shifted.setdefault(x, Shifted(core, operation, x))
     return found, shifted
 
 

@@ -5,11 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from inductor_ext.lowerings import softmax
 from inductor_ext.lowerings.loss_rows import NoForm
-from inductor_ext.lowerings.row_forms import Exponential, Form, Forms, NotLinear, OneHot, Shifted
+from inductor_ext.lowerings.row_forms import (
+    Exponential,
+    Form,
+    Forms,
+    Key,
+    NotLinear,
+    OneHot,
+    SelfWeighted,
+    Shifted,
+)
 from inductor_ext.lowerings.softmax import below_of
+from inductor_ext.lowerings.softmax_cores import (
+    Core,
+    cores,
+    lies_in_memory,
+    remembered,
+    uncast,
+    xlogy,
+)
+from inductor_ext.lowerings.weighted_sums import Apart, Weighted, paired
 
-from inductor_ext.editing import same_shape, same_size, value
+from inductor_ext.editing import Editor, Numbers, same_shape, same_size, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -19,17 +38,27 @@ class Rows(Forms):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.weighted = Weighted(self.graph, self.numbers, self.editor, self.dim)
         self._weights: set[Any] = set()  # what is summed in a sweep that the forward needs anyway
+
+    def forget(self) -> None:
+        super().forget()
+        self.weighted.forget()
 
     def sum(self, form: Form) -> Any:
         """The sum of a form over the row, fp32, with one entry per row. Raises NotLinear."""
+        form = paired(self._opened(form))
+        made = self.weighted.sums(form, self.operations)
         weighted = self._is_weighted(form)
         by_condition: dict[Any, Any] = {}
         for key, c in form.items():
-            term = self._op(aten.mul.Tensor, self._sum_of(key.factors, weighted), c)
+            total = made.get(key.factors)
+            if total is None:
+                total = self._sum_of(key.factors, weighted)
+            term = self._op(aten.mul.Tensor, total, c)
             before = by_condition.get(key.where, 0)
             by_condition[key.where] = self._op(aten.add.Tensor, before, term)
-        total: Any = 0
+        total = 0
         for where, term in by_condition.items():
             for condition, holds in reversed(where):
                 if not isinstance(term, torch.fx.Node):
@@ -41,6 +70,40 @@ class Rows(Forms):
                     term = self.editor.call(aten.where.ScalarSelf, condition, 0.0, term)
             total = self._op(aten.add.Tensor, total, term)
         return self._as_row(total)
+
+    def _opened(self, form: Form) -> Form:
+        """The form with weights that are made of what lies in memory, and of row values, written as
+        that, so that an operation can read it."""
+        if not self.weighted.given() and not any(len(key.factors) > 1 for key in form):
+            return form
+        opened: Form = {}
+        for key, c in form.items():
+            product: Form = {Key((), key.where): c}
+            for factor in key.factors:
+                inner: Form = {Key((factor,)): 1}
+                if isinstance(factor, torch.fx.Node) and xlogy(factor) is None:
+                    inner = self._parts(factor)
+                product = self._times(product, inner)
+            opened = self._plus(opened, product, 1)
+        return opened
+
+    def _parts(self, factor: Any) -> Form:
+        """A factor as a sum of parts that lie in memory, times row values; itself if it is none."""
+        whole: Form = {Key((factor,)): 1}
+        node = uncast(factor)
+        if lies_in_memory(node) or self._is_column(factor):
+            return whole
+        try:
+            form = self.form(node, whole=False)
+        except NotLinear:
+            return whole
+        parts = [key.factors for key in form]
+        simple = all(
+            len(f) == 0
+            or (len(f) == 1 and isinstance(f[0], torch.fx.Node) and lies_in_memory(uncast(f[0])))
+            for f in parts
+        )
+        return form if simple else whole
 
     def _is_weighted(self, form: Form) -> bool:
         """Whether a form is a target's probabilities times log-probabilities, t (x - m) - t log s,
@@ -86,6 +149,8 @@ class Rows(Forms):
         call = self.editor.call
         if not factors:
             return self._columns()
+        if any(isinstance(f, (Apart, SelfWeighted)) for f in factors):
+            raise NotLinear("its weights' own logarithms are summed in a sweep")
         one_hots = [f for f in factors if isinstance(f, OneHot)]
         others = [f for f in factors if not isinstance(f, OneHot)]
         shifted = [f for f in others if isinstance(f, Shifted)]
@@ -114,6 +179,8 @@ class Rows(Forms):
 
     def _below(self, shifted: Shifted) -> Any:
         """The sum of the logits less their maximum."""
+        if shifted.operation is None:  # in ``closes``
+            return shifted.core.peak
         try:
             return below_of(self.graph, self.numbers, self.editor, shifted.operation, shifted.core)
         except NoForm as why:
@@ -164,3 +231,32 @@ class Rows(Forms):
             for key in form
         )
         return self.sum(form) if simple else None
+
+
+def closes(graph: Any, numbers: Numbers, node: Any, dim: int) -> bool:
+    """Whether no sweep is left of a sum over rows, once operations make the statistics of the
+    softmaxes that they can."""
+    shape = value(node.args[0]).shape
+    found: dict[Any, Core] = {}
+    made: dict[Any, Core] = {}
+    for where, every in ((found, cores(graph, numbers)), (made, (c for _, c in remembered(graph)))):
+        for core in every:
+            if core.dim == dim and same_shape(value(core.x).shape, shape):
+                where[numbers.of(core.x)] = core
+    editor = Editor(graph)
+    rows = Rows(graph, numbers, editor, [*made, *found], dim)
+    editor.before(node)
+    try:
+        for x, core in found.items():
+            if x not in rows.operations:
+                softmax.check(graph, numbers, [core])
+                rows.operations[x] = Shifted(core, None, x)
+        rows.sum(rows.form(node.args[0]))
+    except (NotLinear, NoForm):
+        return False
+    finally:
+        editor.undo()
+        for shifted in rows.operations.values():
+            if shifted.operation is not None:
+                softmax.settle(shifted.operation)
+    return True

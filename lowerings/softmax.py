@@ -57,7 +57,7 @@ NAME = "softmax"
 STATISTICS = _joint.row_statistics._opoverload
 
 
-def _check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
+def check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     """Raise where the softmaxes are no site."""
     x, dim = group[0].x, group[0].dim
     reason = why_not(x, dim)
@@ -75,11 +75,12 @@ def _check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
         ):
             raise NoForm("its argmax needs a sweep as well")
     levels = levels_of(x, numbers)
-    _check_levels(x, levels)
+    check_levels(x, levels)
     check_rounding(graph, numbers, levels[-1])
 
 
-def _check_levels(x: Any, levels: list[Level]) -> None:
+def check_levels(x: Any, levels: list[Level]) -> None:
+    """Raise NoForm where an operation would not read these logits."""
     base, scale = levels[-1].base, levels[-1].scale
     if not (0 < scale < math.inf and levels[-1].softcap >= 0):
         raise NoForm("its scale is not positive")
@@ -94,10 +95,12 @@ def _check_levels(x: Any, levels: list[Level]) -> None:
 
 
 def _check_sweeps(graph: Any, numbers: Numbers, group: list[Core]) -> None:
-    """Raise where the forward sweeps the rows again for a sum made of the statistics, as the loss
-    of probabilities does: stock sums while it has the row, and was faster (benchmarks/NOTES.md).
-    What ``cross_entropy`` makes of the statistics is no sweep, and where it is weighted pays in the
-    backward."""
+    """Raise where the forward sweeps the rows again for a sum made of the statistics: stock sums
+    while it has the row, and was faster (benchmarks/NOTES.md). What ``cross_entropy`` makes of the
+    statistics, or in their sweep, is none; where it is weighted by what can't be, the backward
+    pays for it."""
+    from inductor_ext.lowerings import row_sums  # which is behind this
+
     folds = registry.is_enabled("cross_entropy")
     x = group[0].x
     totals = {core.total for core in cores(graph, numbers)}
@@ -108,7 +111,14 @@ def _check_sweeps(graph: Any, numbers: Numbers, group: list[Core]) -> None:
             node.target in SUMS
             and same_shape(value(node.args[0]).shape, value(x).shape)
             and value(x).dim() - 1 in reduced(node)
-            and not (folds and (tangents or not _is_weighted(node.args[0], x)))
+            and not (
+                folds
+                and (
+                    tangents
+                    or not _is_weighted(node.args[0], x)
+                    or row_sums.closes(graph, numbers, node, group[0].dim)
+                )
+            )
         ):
             raise NoForm("another sum sweeps the rows again")
 
@@ -242,7 +252,7 @@ def rewrite(graph: Any) -> None:
     for group in _groups(graph, numbers):
         here, softmaxes = group[0].site(), len({numbers.of(core.total) for core in group})
         try:
-            _check(graph, numbers, group)
+            check(graph, numbers, group)
             levels = levels_of(group[0].x, numbers)
             whole = softmax_values.written(group, levels, of_tangent)
             if whole is not None:

@@ -8,6 +8,7 @@ or written out by hand with ``amax`` or ``max``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -179,6 +180,27 @@ def constant(node: Any) -> float | int | None:
     return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
 
 
+def xlogy(node: Any) -> Any:
+    """w, where a node is what ``xlogy(w, w)`` decomposes into; None for any other."""
+    node = uncast(node) if isinstance(node, torch.fx.Node) else node
+    if not isinstance(node, torch.fx.Node) or node.target is not aten.where.self:
+        return None
+    unknown, nan, inner = node.args
+    number = constant(nan)
+    if unknown.target is not aten.isnan.default or number is None or not math.isnan(number):
+        return None
+    w = unknown.args[0]
+    if inner.target is not aten.where.self or constant(inner.args[1]) != 0:
+        return None
+    zero, product = inner.args[0], inner.args[2]
+    if zero.target is not aten.eq.Scalar or zero.args != (w, 0):
+        return None
+    if product.target is not aten.mul.Tensor or product.args[0] is not w:
+        return None
+    log = product.args[1]
+    return w if log.target is aten.log.default and log.args[0] is w else None
+
+
 def cores(graph: Any, numbers: Numbers) -> Iterator[Core]:
     """Every core of the graph, in its order."""
     for total in graph.nodes:
@@ -208,10 +230,15 @@ def remember(operation: Any, made: Iterable[Core]) -> None:
     operation.meta[_MADE] = list(made)
 
 
+def noted(operation: Any) -> list[Core]:
+    """What ``remember`` noted of an operation."""
+    return list(operation.meta.get(_MADE, ()))
+
+
 def remembered(graph: Any) -> Iterator[tuple[Any, Core]]:
     """(operation, core) of what ``remember`` noted and is still there."""
     for node in graph.nodes:
-        for core in node.meta.get(_MADE, ()):
+        for core in noted(node):
             if not any(map(compat_fx.is_erased, (core.x, core.peak, core.total))):
                 yield node, core
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from inductor_ext.templates import cross_entropy_launch, softmax
+from inductor_ext.templates import cross_entropy_launch, softmax, weighted_rows
 
 from inductor_ext import measure
 from inductor_ext.ops import _rows, _softmax
@@ -20,7 +20,10 @@ def clean_setting():
 @contextlib.contextmanager
 def on_cpu():
     """The kernels apply to CPU tensors, and run on them in the interpreter."""
-    with launches_interpreted(cross_entropy_launch, softmax), pytest.MonkeyPatch.context() as patch:
+    with (
+        launches_interpreted(cross_entropy_launch, softmax, weighted_rows),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         for module in (_rows, _softmax):
             patch.setattr(module, "kernels_apply", _rows.shapes_apply)
         yield

@@ -47,11 +47,16 @@ def top_of_a_teacher(x, t):
     return (logprobs.exp() * (logprobs - student)).sum(-1).mean()
 
 
+def transposed(x, t):
+    x, t = x.view(4, -1, x.shape[-1]), t.view(4, -1)
+    return F.cross_entropy(x.transpose(1, 2), t, label_smoothing=0.1)
+
+
 def log_probabilities(x, t):
     return x.float().log_softmax(-1)
 
 
-LOSSES = (plain, smoothed, everything, written_out, per_row, shifted, top_of_a_teacher)
+LOSSES = (plain, smoothed, everything, written_out, per_row, shifted, transposed, top_of_a_teacher)
 
 
 def draw(rows, columns):
@@ -101,6 +106,38 @@ def test_losses(fn, rows, columns, poison):
     for a, b in zip(found, again, strict=True):
         assert torch.equal(a, b)
     by_the_rule(fn, [x], t, found)
+
+
+def divergence(x, q):
+    return F.kl_div(x.float().log_softmax(-1), q.softmax(-1), reduction="batchmean")
+
+
+def divergence_of_logs(x, q):
+    student, teacher = x.float().log_softmax(-1), (q / 2).log_softmax(-1)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def entropy(x, q):
+    logp = x.float().log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1).mean()
+
+
+def signed(x, q):
+    return (q * x.float().log_softmax(-1)).sum(-1)
+
+
+@pytest.mark.parametrize("fn", [divergence, divergence_of_logs, entropy, signed])
+@pytest.mark.parametrize(("rows", "columns"), [(2112, 32000), (1400, 50257)])
+def test_weighted_sums(fn, rows, columns, poison):
+    x, q = draw(rows, columns)[0], torch.randn(rows, columns, device="cuda") * 2
+    with inductor_ext.enable(*LOWERINGS):
+        compiled = torch.compile(fn, dynamic=False)
+        found = gradients(compiled, [x], q)
+        poison()
+        assert all(map(torch.equal, found, gradients(compiled, [x], q)))
+        with torch.no_grad():
+            assert torch.equal(compiled(x, q), found[0])
+    by_the_rule(fn, [x], q, found)
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune-no-cudagraphs"])

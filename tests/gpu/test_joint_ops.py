@@ -9,7 +9,8 @@ from inductor_ext.templates import cross_entropy_launch as launch
 import inductor_ext
 from inductor_ext import measure
 from inductor_ext.ops import _composed as composed
-from inductor_ext.ops import _joint, _linear_cross_entropy
+from inductor_ext.ops import _joint, _linear_cross_entropy, _weighted
+from inductor_ext.ops._weighted import FINITE, GIVEN, NO, OWN, SOFTMAX, YES
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -90,6 +91,37 @@ def test_row_statistics(rows, columns, dtype, scale, softcap, poison):
         for mine, *other in zip(runs[0], truth, _joint._statistics(wide), strict=True):
             verdict = measure.check(mine[part], *other)
             assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [(OWN, NO), (GIVEN, YES), (SOFTMAX, YES), (SOFTMAX, FINITE)]
+)
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"),
+    [(2048, 128256, BF16), (1000, 50257, BF16), (131, 799, FP16), (1024, 32000, FP32)],
+)
+def test_weighted_statistics(rows, columns, dtype, kind, own, poison):
+    x, w = (draw(rows, columns, dtype)[0] for _ in range(2))
+    w = w.float().softmax(1).to(dtype) if kind == GIVEN else w
+    numbers = (1.0, 0.0, 0.5, 0.0) if own == FINITE else (1.2, 30.0, 1.0, 0.0)
+    runs = []
+    for _ in range(2):
+        poison()
+        weights = None if kind == OWN else w
+        runs.append(_weighted.weighted_statistics(x, weights, kind, own, True, *numbers))
+    assert all(map(torch.equal, *runs))
+    for first in range(0, rows, 512):
+        part = slice(first, first + 512)
+        own_w = None if kind == OWN else w[part]
+        options = kind, own, True, *numbers
+        truth, eager = (
+            _weighted._composed(x[part].to(d), None if own_w is None else own_w.to(d), *options)
+            for d in (torch.float64, FP32)
+        )
+        for mine, *other in zip(runs[0], truth, eager, strict=True):
+            if mine.numel():
+                verdict = measure.check(mine[part], *other)
+                assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

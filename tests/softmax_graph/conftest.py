@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inductor_ext.lowerings import loss_rows
+from inductor_ext.lowerings import loss_rows, weighted_sums
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import inductor_ext
@@ -59,6 +59,7 @@ def fresh_status():
 def clean_setting(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(loss_rows, "LEAST_BYTES", 0)
+    monkeypatch.setattr(weighted_sums, "FEW", 0)
     # Losses that are taken whole have tests of their own.
     on = inductor_ext.disable("fused_loss", "linear_cross_entropy")
     with inductor_ext.config.patch(strict=True), on:
@@ -155,6 +156,9 @@ def sweeps(source, v):
     """A line per kernel that touches whole rows of length ``v``: loops, loads, stores of such."""
     calls = len(re.findall(r"= torch\.ops\.inductor_ext\.row_statistics\.default\(", source))
     lines = ["row_statistics loads=1 stores=0"] * calls
+    call = r"= torch\.ops\.inductor_ext\.weighted_statistics\.default\([^,]*, (\w+)"
+    for weights in re.findall(call, source):
+        lines.append(f"weighted_statistics loads={1 if weights == 'None' else 2} stores=0")
     for kernel in kernels_of(source):
         text = kernel.source
         flat = re.findall(r"(\w+) = xindex$", text, re.MULTILINE)
