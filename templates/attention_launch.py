@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 import triton
 from torch import Tensor
-from torch.library import wrap_triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import (
@@ -20,6 +19,7 @@ from . import (
 from .attention_dropout import Dropout
 from .attention_program import Program
 from .attention_text import Operand, by_tma, describable, score_values
+from .launching import wrap_triton
 from .tilings import tunable
 
 
