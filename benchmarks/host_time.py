@@ -85,7 +85,7 @@ def measured(size: tuple[int, ...], training: bool, plugin: bool, decide: bool) 
     from inductor_ext.lowerings import attention_sites as sites
 
     import inductor_ext
-    from inductor_ext import compat_launch
+    from inductor_ext import compat_replay
 
     batch, heads, rows, dim = size
     make = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": training}
@@ -101,10 +101,10 @@ def measured(size: tuple[int, ...], training: bool, plugin: bool, decide: bool) 
             call()
         found = {"host_us": round(host_us(call), 1)}
         if decide:
-            before, compat_launch.may_replay = compat_launch.may_replay, lambda: False
+            before, compat_replay.is_watched = compat_replay.is_watched, lambda: True
             call()
             found["decided_us"] = round(host_us(call), 1)
-            compat_launch.may_replay = before
+            compat_replay.is_watched = before
         found["card_us"] = round(card_us(call), 1)
     return found
 

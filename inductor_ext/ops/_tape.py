@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inductor_ext import compat_launch
+from inductor_ext import compat_replay
 from inductor_ext.templates import launching, tilings
 
 aten = torch.ops.aten
@@ -44,7 +44,8 @@ class NoTape(Exception):
 
 
 def key_of(args: Sequence[Any]) -> tuple[Any, list[Tensor]] | None:
-    """(what a call's launches follow from, its tensors); None where that is not known."""
+    """(what a call's launches follow from, its tensors); None where that is not known. The first
+    argument is a tensor."""
     tensors: list[Tensor] = []
     parts: list[Any] = []
     for arg in args:
@@ -61,8 +62,6 @@ def key_of(args: Sequence[Any]) -> tuple[Any, list[Tensor]] | None:
                     parts.append(one)
         else:
             parts.append(arg)
-    if not tensors or not tensors[0].is_cuda:
-        return None
     exact = False
     device = tensors[0].device
     for t in tensors:
@@ -74,11 +73,23 @@ def key_of(args: Sequence[Any]) -> tuple[Any, list[Tensor]] | None:
         parts.append((t.dtype, t.data_ptr() % 16, t.storage_offset() % 16, t.requires_grad))
     if len({*map(id, tensors)}) < len(tensors):
         return None
-    parts.append(compat_launch.settings(device, exact))
+    parts.append(compat_replay.settings(device, exact))
     return tuple(parts), tensors
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _on_card(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_cuda
+
+
+def _may_replay() -> bool:
+    """Whether nobody looks at how an operation comes to its launches."""
+    if tilings.watcher is not None or launching.here.recorder is not None:
+        return False
+    return not compat_replay.is_watched()
+
 
 # --- recording ------------------------------------------------------------------------------------
 
@@ -352,7 +363,7 @@ class Taped:
         self.recorded = self.played = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or not compat_launch.may_replay():
+        if kwargs or not _on_card(args[0]) or not _may_replay():
             return self.fn(*args, **kwargs)
         if self.epoch != tilings.epoch:
             self.forget()
@@ -381,7 +392,7 @@ class Taped:
         if len(self.tapes) >= MOST:
             self.tapes.clear()
         self.recorded += 1
-        result, self.tapes[key] = record(self.fn, args, tensors, compat_launch.bind)
+        result, self.tapes[key] = record(self.fn, args, tensors, compat_replay.bind)
         return result
 
 

@@ -1,0 +1,166 @@
+"""Launches of compiled Triton kernels that are done again, with other addresses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from inductor_ext import compat
+
+
+def is_watched() -> bool:
+    """Whether somebody follows operations or launches: a mode of torch's, a hook of Triton's."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    enter, leave = _launch_hooks()
+    return bool(enter or leave)
+
+
+@functools.cache
+def _knobs() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def _launch_hooks() -> tuple[Any, Any]:
+    """What Triton calls around each launch: a chain of functions in the versions that have one."""
+    found = _knobs().launch_enter_hook, _knobs().launch_exit_hook
+    return tuple(getattr(h, "calls", h) for h in found)  # type: ignore[return-value]
+
+
+def settings(device: torch.device, exact: bool) -> tuple[Any, ...]:
+    """What a launch follows from besides its arguments; ``exact``: whether fp32 is among them."""
+    return (
+        device.index,
+        torch._C._cuda_getDevice(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch.is_grad_enabled(),
+        compat.float32_precision() if exact else "",
+    )
+
+
+class _At:
+    """A tensor as Triton's launchers ask for it: an address."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Described:
+    """A tensor descriptor whose tensor is given at the launch."""
+
+    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, like: Any) -> None:
+        self.base: Any = None
+        self.shape, self.strides, self.padding = list(like.shape), list(like.strides), like.padding
+        self.round_f32_to_tf32 = getattr(like, "round_f32_to_tf32", False)
+
+    def at(self, address: int) -> _Described:
+        made = object.__new__(_Described)
+        made.base, made.shape, made.strides = _At(address), self.shape, self.strides
+        made.padding, made.round_f32_to_tf32 = self.padding, self.round_f32_to_tf32
+        return made
+
+
+class Bound:
+    """A launch of a compiled kernel: all its arguments but the addresses of tensors."""
+
+    def __init__(self, compiled: Any, grid: Sequence[int], device: int, args: list[Any]) -> None:
+        self.compiled, self.device = compiled, device
+        self.grid = (*grid, 1, 1)[:3]
+        self.args = args
+        self.pointers: list[tuple[int, int, int]] = []  # argument, tensor, bytes behind its start
+        self.descriptors: list[tuple[int, int, int, _Described]] = []
+        self.tuples: list[tuple[int, Any]] = []
+        self.run, self.function = compiled.run, compiled.function
+        self.packed = compiled.packed_metadata
+
+    @property
+    def roots(self) -> set[int]:
+        found = {p[1] for p in self.pointers} | {d[1] for d in self.descriptors}
+        return found.union(*(_roots_in(t) for _, t in self.tuples))
+
+    def __call__(self, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
+        args = self.args.copy()
+        for i, root, offset in self.pointers:
+            args[i] = addresses[root] + offset
+        for i, root, offset, described in self.descriptors:
+            args[i] = described.at(addresses[root] + offset)
+        for i, template in self.tuples:
+            args[i] = _filled(template, addresses)
+        self.run(
+            *self.grid, torch._C._cuda_getCurrentRawStream(self.device), self.function, self.packed,
+            None, None, None, *args,
+        )  # fmt: skip
+
+
+class _Pointer:
+    """An address inside of a tuple of arguments."""
+
+    def __init__(self, root: int, offset: int) -> None:
+        self.root, self.offset = root, offset
+
+
+def _roots_in(template: Any) -> set[int]:
+    if isinstance(template, _Pointer):
+        return {template.root}
+    return set().union(*map(_roots_in, template)) if isinstance(template, tuple) else set()
+
+
+def _filled(template: Any, addresses: Sequence[int]) -> Any:
+    if isinstance(template, _Pointer):
+        return addresses[template.root] + template.offset
+    if isinstance(template, tuple):
+        return tuple([_filled(one, addresses) for one in template])
+    return template
+
+
+def bind(
+    kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: Any, tape: Any
+) -> Bound:
+    """A launch that was done, to be done again. Raises what ``tape.place`` does for a tensor that
+    is not known, and TypeError for an argument that is none of Triton's."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    values = [
+        given[p.name] if p.name in given else p.default for p in kernel.params
+    ]  # what is left of ``given`` are options of the compiler
+    bound = Bound(compiled, grid, torch._C._cuda_getDevice(), values)
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            at = tape.place(value)
+            return _Pointer(at.root, at.offset)
+        return tuple(map(inside, value)) if isinstance(value, tuple) else value
+
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            at = tape.place(value)
+            bound.pointers.append((i, at.root, at.offset))
+            bound.args[i] = None
+        elif hasattr(value, "block_shape"):
+            at = tape.place(value.base)
+            bound.descriptors.append((i, at.root, at.offset, _Described(value)))
+            bound.args[i] = None
+        elif isinstance(value, tuple) and _holds_tensors(value):
+            bound.tuples.append((i, inside(value)))
+            bound.args[i] = None
+        elif hasattr(value, "data_ptr"):
+            raise TypeError(f"argument {kernel.arg_names[i]} is expected as a tensor, got {value!r}")
+    return bound
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, tuple) and any(map(_holds_tensors, value))
