@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,47 @@ def _launch_hooks() -> tuple[Any, Any]:
     """What Triton calls around each launch: a chain of functions in the versions that have one."""
     found = _knobs().launch_enter_hook, _knobs().launch_exit_hook
     return tuple(getattr(h, "calls", h) for h in found)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """Yields how many kernels Triton has launched since, in any thread."""
+    seen: list[None] = []
+
+    def launched(_: Any) -> None:
+        seen.append(None)
+
+    chain = _knobs().launch_enter_hook
+    chain.add(launched)
+    try:
+        yield lambda: len(seen)
+    finally:
+        chain.remove(launched)
+
+
+def call_directly(name: str, run: Callable[..., Any]) -> None:
+    """Let programs that Inductor writes in Python call ``run`` for the operation ``NS::NAME``, not
+    torch's dispatcher, which takes the host as long as the launches. Such a program runs behind
+    autograd. Where a mode or a profiler follows operations they see the operation as before."""
+    from torch._inductor.codegen import custom_extern_kernel_codegen as registry
+
+    namespace, _, own = name.partition("::")
+    op = getattr(getattr(torch.ops, namespace), own).default
+
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        profiled = torch.autograd.profiler._is_profiler_enabled
+        if profiled or torch._C._len_torch_dispatch_stack():
+            return op(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    op.launched = launched
+    path = f"torch.ops.{namespace}.{own}.default"
+
+    def write(node: Any, writeline: Callable[[str], None]) -> None:
+        args = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+        writeline(f"{node.get_name()} = {path}.launched({args})")
+
+    registry.CUSTOM_EXTERN_KERNEL_CODEGEN[path] = registry.CustomCodegen(python=write)
 
 
 def settings(device: torch.device, exact: bool) -> tuple[Any, ...]:

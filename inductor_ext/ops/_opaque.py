@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from inductor_ext import compat_launch
+from inductor_ext import compat_launch, compat_replay
 from inductor_ext.ops._tape import Taped
 from inductor_ext.templates import tilings
 
@@ -37,9 +37,12 @@ def opaque_op(
         functools.update_wrapper(launching, fn)
 
         schema = torch.library.infer_schema(fn, mutates_args=mutates_args)
-        return torch.library.custom_op(
+        op = torch.library.custom_op(
             name, launching, mutates_args=mutates_args, schema=schema, tags=tags
         )
+        if taped:
+            compat_replay.call_directly(name, launching)
+        return op
 
     return define
 

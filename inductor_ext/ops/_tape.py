@@ -126,6 +126,7 @@ class Tape(TorchDispatchMode):
         self.steps: list[tuple[Any, ...]] = []
         self.fault: str | None = None
         self.launching = False
+        self.launches = 0
         for t in tensors:
             self._new(t)
 
@@ -151,6 +152,7 @@ class Tape(TorchDispatchMode):
     def launch(self, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch a kernel, and note it."""
         self.launching = True
+        self.launches += 1
         try:
             compiled = kernel[grid](*args, **kwargs)
         finally:
@@ -392,19 +394,22 @@ class Taped:
         if len(self.tapes) >= MOST:
             self.tapes.clear()
         self.recorded += 1
-        result, self.tapes[key] = record(self.fn, args, tensors, compat_replay.bind)
+        result, self.tapes[key] = record(self.fn, args, tensors)
         return result
 
 
 def record(
-    fn: Callable[..., Any], args: Sequence[Any], tensors: Sequence[Tensor], bind: Callable[..., Any]
-) -> tuple[Any, Playable | str]:
+    fn: Callable[..., Any], args: Sequence[Any], tensors: Sequence[Tensor],
+    bind: Callable[..., Any] = compat_replay.bind, counted: Any = compat_replay.counted,
+) -> tuple[Any, Playable | str]:  # fmt: skip
     """(result of a call, its tape or why it has none)."""
     tape = Tape(tensors, bind)
     before, launching.here.recorder = launching.here.recorder, tape
     try:
-        with tape:
+        with counted() as launches, tape:
             result = fn(*args)
+            if tape.launches != launches():
+                tape.fault = "a kernel was launched that the recorder did not see"
     finally:
         launching.here.recorder = before
     return result, tape.finished(result)

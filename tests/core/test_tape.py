@@ -1,5 +1,7 @@
 """Calls that are done again from a tape: the same bits as deciding everything anew."""
 
+import contextlib
+
 import pytest
 import torch
 import triton
@@ -31,8 +33,11 @@ MODULES = (
 class Launch:
     """A launch that is done again in the interpreter, of tensors by their places."""
 
+    ran = []
+
     def __init__(self, kernel, grid, args, kwargs, compiled, tape):
         self.kernel, self.grid, self.roots = kernel, grid, set()
+        self.ran.append(kernel)
 
         def placed(value):
             if isinstance(value, torch.Tensor):
@@ -70,10 +75,17 @@ def on_cpu(monkeypatch):
         yield
 
 
+@contextlib.contextmanager
+def interpreted():
+    """The interpreter has no hooks: launches are counted where it runs them."""
+    before = len(Launch.ran)
+    yield lambda: len(Launch.ran) - before
+
+
 def recorded(fn, args):
     tensors = [t for a in args for t in (a if isinstance(a, list) else [a])]
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
-    result, tape = _tape.record(fn, args, tensors, Launch)
+    result, tape = _tape.record(fn, args, tensors, Launch, interpreted)
     assert not isinstance(tape, str), tape
     return result, tape
 
