@@ -198,7 +198,9 @@ def bind(
             bound.tuples.append((i, inside(value)))
             bound.args[i] = None
         elif hasattr(value, "data_ptr"):
-            raise TypeError(f"argument {kernel.arg_names[i]} is expected as a tensor, got {value!r}")
+            raise TypeError(
+                f"argument {kernel.arg_names[i]} is expected as a tensor, got {value!r}"
+            )
     return bound
 
 

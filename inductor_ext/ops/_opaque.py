@@ -15,7 +15,10 @@ from inductor_ext.templates import tilings
 
 
 def opaque_op(
-    name: str, *, mutates_args: Sequence[str] = (), tags: Sequence[torch.Tag] = (),
+    name: str,
+    *,
+    mutates_args: Sequence[str] = (),
+    tags: Sequence[torch.Tag] = (),
     taped: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
     """``torch.library.custom_op`` whose kernels are launched without a detour.

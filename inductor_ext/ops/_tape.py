@@ -322,7 +322,9 @@ class Playable:
                 tensors[slot] = base.as_strided(size, stride, base.storage_offset() + offset)
             else:
                 _, func, args, kwargs, outs = step
-                made = func(*_filled(args, tensors), **{n: _filled(v, tensors) for n, v in kwargs.items()})
+                made = func(
+                    *_filled(args, tensors), **{n: _filled(v, tensors) for n, v in kwargs.items()}
+                )
                 _put(outs, made, tensors, addresses)
             for slot in ends:
                 tensors[slot] = None

@@ -43,7 +43,16 @@ def names():
 
 @pytest.mark.parametrize(
     "name",
-    ["Llama", "Llama, torch's attention", "Gemma 2", "GPT-2", "GPT-OSS", "DeepSeek-V3", "Bloom", "T5"],
+    [
+        "Llama",
+        "Llama, torch's attention",
+        "Gemma 2",
+        "GPT-2",
+        "GPT-OSS",
+        "DeepSeek-V3",
+        "Bloom",
+        "T5",
+    ],
 )
 def test_training_step(name, monkeypatch):
     for threshold, value in (("LEAST_SCORES", 0), ("LEAST_KEYS", 0), ("LEAST_REPLAYED", (0, 0))):
