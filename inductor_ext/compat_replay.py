@@ -30,7 +30,7 @@ def _knobs() -> Any:
 def _launch_hooks() -> tuple[Any, Any]:
     """What Triton calls around each launch: a chain of functions in the versions that have one."""
     found = _knobs().launch_enter_hook, _knobs().launch_exit_hook
-    return tuple(getattr(h, "calls", h) for h in found)  # type: ignore[return-value]
+    return tuple(getattr(h, "calls", h) for h in found)
 
 
 @contextlib.contextmanager
@@ -174,9 +174,8 @@ def bind(
     """A launch that was done, to be done again. Raises what ``tape.place`` does for a tensor that
     is not known, and TypeError for an argument that is none of Triton's."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    values = [
-        given[p.name] if p.name in given else p.default for p in kernel.params
-    ]  # what is left of ``given`` are options of the compiler
+    # What is left of ``given`` are options of the compiler.
+    values = [given.get(p.name, p.default) for p in kernel.params]
     bound = Bound(compiled, grid, torch._C._cuda_getDevice(), values)
 
     def inside(value: Any) -> Any:

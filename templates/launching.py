@@ -1,4 +1,4 @@
-"""How launch functions launch kernels: ``wrap_triton(kernel)[grid](...)``, seen by who records it."""
+"""How launch functions launch kernels, ``wrap_triton(kernel)[grid](...)``, seen by who records."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Calls that are done again from a tape: the same bits as deciding everything anew."""
 
 import contextlib
+from typing import ClassVar
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ MODULES = (
 class Launch:
     """A launch that is done again in the interpreter, of tensors by their places."""
 
-    ran = []
+    ran: ClassVar[list] = []
 
     def __init__(self, kernel, grid, args, kwargs, compiled, tape):
         self.kernel, self.grid, self.roots = kernel, grid, set()
@@ -54,7 +55,7 @@ class Launch:
     def __call__(self, tensors, addresses):
         def real(value):
             if isinstance(value, tuple) and isinstance(value[0], _tape.Place):
-                at, shape, stride, dtype = value
+                at, shape, stride, _ = value
                 root = tensors[at.root]
                 assert root is not None and root.data_ptr() == addresses[at.root]
                 offset = root.storage_offset() + at.offset // root.element_size()
