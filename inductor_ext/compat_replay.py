@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,20 +34,43 @@ def _launch_hooks() -> tuple[Any, Any]:
     return tuple(getattr(h, "calls", h) for h in found)
 
 
+_watching = threading.Lock()
+
+
 @contextlib.contextmanager
-def counted() -> Iterator[Callable[[], int]]:
-    """Yields how many kernels Triton has launched since, in any thread."""
+def watched(tape: Any) -> Iterator[Callable[[], int] | None]:
+    """Within, ``tape.launch`` is called for each launch of a kernel of Triton's in this thread that
+    is not below an operation (``tape.below``). Yields how many there were; None where another
+    thread is watched."""
+    from triton.runtime.jit import JITFunction
+
+    if not _watching.acquire(blocking=False):
+        yield None
+        return
     seen: list[None] = []
+    here = threading.get_ident()
+    before, chain = JITFunction.run, _knobs().launch_enter_hook
 
-    def launched(_: Any) -> None:
-        seen.append(None)
+    def counted(_: Any) -> None:
+        if threading.get_ident() == here and not tape.below:
+            seen.append(None)
 
-    chain = _knobs().launch_enter_hook
-    chain.add(launched)
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        def launch() -> Any:
+            return before(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+
+        if warmup or threading.get_ident() != here or tape.below:
+            return launch()
+        return tape.launch(launch, kernel, grid, args, kwargs)
+
     try:
+        JITFunction.run = run
+        chain.add(counted)
         yield lambda: len(seen)
     finally:
-        chain.remove(launched)
+        chain.remove(counted)
+        JITFunction.run = before
+        _watching.release()
 
 
 def call_directly(name: str, run: Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.library import wrap_triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import attention_documents, attention_far, attention_forward
@@ -25,7 +26,6 @@ from .attention_dropout import Dropout
 from .attention_launch import dense, products
 from .attention_program import Program
 from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
-from .launching import wrap_triton
 from .tilings import tunable
 
 ROWS = 128  # the most query rows or keys of a tile

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import triton
+from torch.library import wrap_triton
 
 from . import attention_decode
 from .attention_program import Program
 from .dependent import launched
-from .launching import wrap_triton
 from .tilings import tunable
 
 ROWS = 64  # query rows of a KV head, at most

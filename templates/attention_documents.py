@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import wrap_triton
 
 from .attention_program import Program
-from .launching import wrap_triton
 
 CHUNK = 4096
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.library import wrap_triton
 
 from . import attention_documents, attention_forward, attention_text
 from .attention_forward import Layout
 from .attention_program import LOG2E, Program
 from .attention_text import indented, joined, score_values
-from .launching import wrap_triton
 
 FAR = 4096.0  # where fp32 resolves 2^-11 of a power of 2
 _NUMBER = re.compile(r"\d+\.?\d*(?:e[+-]?\d+)?")

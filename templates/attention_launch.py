@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import triton
 from torch import Tensor
+from torch.library import wrap_triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import (
@@ -19,7 +20,6 @@ from . import (
 from .attention_dropout import Dropout
 from .attention_program import Program
 from .attention_text import Operand, by_tma, describable, score_values
-from .launching import wrap_triton
 from .tilings import tunable
 
 

@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import is_direct
-
 
 @triton.jit
 def in_turn(PDL: tl.constexpr):
@@ -27,7 +25,6 @@ def in_turn(PDL: tl.constexpr):
 def launched(kernel: Any, wrapped: Any, x: torch.Tensor, grid: Any) -> Callable[..., Any]:
     """``wrapped[grid]`` of a kernel with a parameter PDL, dependent where it is launched directly,
     on a card that can: sm_90 or newer."""
-    pdl = is_direct(kernel, wrapped) and x.is_cuda
-    pdl = pdl and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    pdl = wrapped is kernel and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     options = {"launch_pdl": True} if pdl else {}
     return lambda *args, **more: wrapped[grid](*args, PDL=pdl, **more, **options)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import triton
+from torch.library import wrap_triton
 
 from .attention_program import LOG2E
 from .dependent import launched
-from .launching import wrap_triton
 from .sparse_attention import gather_kernel, merge_kernel
 from .tilings import tunable
 

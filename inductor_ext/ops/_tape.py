@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_ext import compat_replay
-from inductor_ext.templates import launching, tilings
+from inductor_ext.templates import tilings
 
 aten = torch.ops.aten
 MOST = 1024  # kinds of calls of one operation
@@ -86,9 +86,7 @@ def _on_card(t: Any) -> bool:
 
 def _may_replay() -> bool:
     """Whether nobody looks at how an operation comes to its launches."""
-    if tilings.watcher is not None or launching.here.recorder is not None:
-        return False
-    return not compat_replay.is_watched()
+    return tilings.watcher is None and not compat_replay.is_watched()
 
 
 # --- recording ------------------------------------------------------------------------------------
@@ -125,7 +123,7 @@ class Tape(TorchDispatchMode):
         self.count = 0
         self.steps: list[tuple[Any, ...]] = []
         self.fault: str | None = None
-        self.launching = False
+        self.launching = self.below = False
         self.launches = 0
         for t in tensors:
             self._new(t)
@@ -137,11 +135,11 @@ class Tape(TorchDispatchMode):
         if self.launching:
             return func(*args, **kwargs)
         # What an operation of ours launches in turn is part of that operation.
-        before, launching.here.recorder = launching.here.recorder, None
+        before, self.below = self.below, True
         try:
             found = func(*args, **kwargs)
         finally:
-            launching.here.recorder = before
+            self.below = before
         if self.fault is None:
             try:
                 self._saw(func, args, kwargs, found)
@@ -149,12 +147,14 @@ class Tape(TorchDispatchMode):
                 self.fault = str(reason)
         return found
 
-    def launch(self, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch a kernel, and note it."""
+    def launch(
+        self, run: Callable[[], Any], kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Launch a kernel by ``run``, and note it."""
         self.launching = True
         self.launches += 1
         try:
-            compiled = kernel[grid](*args, **kwargs)
+            compiled = run()
         finally:
             self.launching = False
         if self.fault is None:
@@ -395,23 +395,24 @@ class Taped:
             return self.fn(*args)
         if len(self.tapes) >= MOST:
             self.tapes.clear()
-        self.recorded += 1
-        result, self.tapes[key] = record(self.fn, args, tensors)
+        result, tape = record(self.fn, args, tensors)
+        if tape is not None:
+            self.recorded += 1
+            self.tapes[key] = tape
         return result
 
 
 def record(
     fn: Callable[..., Any], args: Sequence[Any], tensors: Sequence[Tensor],
-    bind: Callable[..., Any] = compat_replay.bind, counted: Any = compat_replay.counted,
-) -> tuple[Any, Playable | str]:  # fmt: skip
-    """(result of a call, its tape or why it has none)."""
+    bind: Callable[..., Any] = compat_replay.bind, watched: Any = compat_replay.watched,
+) -> tuple[Any, Playable | str | None]:  # fmt: skip
+    """(result of a call, its tape or why it never has one; None where it has none now)."""
     tape = Tape(tensors, bind)
-    before, launching.here.recorder = launching.here.recorder, tape
-    try:
-        with counted() as launches, tape:
+    with watched(tape) as launches:
+        if launches is None:
+            return fn(*args), None
+        with tape:
             result = fn(*args)
-            if tape.launches != launches():
-                tape.fault = "a kernel was launched that the recorder did not see"
-    finally:
-        launching.here.recorder = before
+        if tape.launches != launches():
+            tape.fault = "a kernel was launched that the recorder did not see"
     return result, tape.finished(result)

@@ -765,13 +765,30 @@ def test_launches_that_are_done_again(monkeypatch):
     assert asked[0] == asked[1] and asked[0][0] == 4096
 
 
-def test_who_watches_launches():
+def test_who_watches_launches(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    ran: list[Any] = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: ran.append(args))
+    own, tape = JITFunction.run, types.SimpleNamespace(below=False)
+    tape.launch = lambda run, kernel, grid, args, kwargs: ran.append((run, grid, args, kwargs))
+    kernel = object.__new__(JITFunction)
     assert compat_replay.is_watched() is False
-    with compat_replay.counted() as launches:
+    with compat_replay.watched(tape) as launches:
         assert compat_replay.is_watched()
+        kernel[(4,)](1, size=2)
+        assert ran[0][1:] == ((4,), (1,), {"size": 2})
+        ran[0][0]()
+        tape.below = True
+        kernel[(4,)](3)
         compat_replay._knobs().launch_enter_hook(None)
+        assert ran[1:] == [(1,), (3,)] and launches() == 0
+        tape.below = False
+        compat_replay._knobs().launch_enter_hook(None)
+        with compat_replay.watched(tape) as second:
+            assert second is None
         assert launches() == 1
-    assert compat_replay.is_watched() is False
+    assert JITFunction.run is own and compat_replay.is_watched() is False
     assert torch.autograd.profiler._is_profiler_enabled is False
     with torch.profiler.profile():
         assert torch.autograd.profiler._is_profiler_enabled is True
