@@ -51,7 +51,7 @@ def opaque_op(
 
 
 def traced_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """``torch.library.triton_op`` of a function that changes no argument.
+    """``torch.library.triton_op`` of a function that changes no argument, taped where it runs.
 
     While launches are watched it is left whole, so that it runs on tensors that exist.
     """
@@ -63,11 +63,13 @@ def traced_op(name: str) -> Callable[[Callable[..., Any]], Any]:
             op.register_fake(fn)
             return op
 
+        run = Taped(fn)
+
         @functools.wraps(fn)
         def traced(*args: Any, **kwargs: Any) -> Any:
             if tilings.watcher is not None and tilings.watcher.whole:
                 return whole()(*args, **kwargs)
-            return fn(*args, **kwargs)
+            return run(*args, **kwargs)
 
         # The schema is read off it, and names in annotations are the other module's.
         traced.__signature__ = inspect.signature(fn, eval_str=True)  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Calls that repeat the launches of an earlier one, on a card: the bits of a call that decides."""
 
+import gc
 import pathlib
 import sys
 
@@ -8,8 +9,7 @@ import torch
 from inductor_ext.templates import tilings
 
 from inductor_ext import ops
-from inductor_ext.ops import _attention as operation
-from inductor_ext.ops import _sparse_attention as sparse
+from inductor_ext.ops._tape import Taped
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from test_attention import draw, options
@@ -20,8 +20,7 @@ KINDS = ["window and sinks", "documents", "bias", "padding", "slot bias", "alibi
 
 
 def played():
-    taped = operation._attention, operation._backward, operation._columns, operation._ragged
-    return sum(op._init_fn.played for op in (*taped, sparse._attention))
+    return sum(t.played for t in gc.get_objects() if isinstance(t, Taped))
 
 
 def check(call, at_least):
@@ -123,6 +122,49 @@ def test_lists():
         return [found] if isinstance(found, torch.Tensor) else list(found)
 
     check(call, 1)
+
+
+def with_gradients(fn, *tensors):
+    tensors = [t.requires_grad_() for t in tensors]
+    out = fn(*tensors)
+    torch.manual_seed(1)
+    return [out.detach(), *torch.autograd.grad(out, tensors, torch.randn_like(out))]
+
+
+def connections(make):
+    X, Y = (torch.randn(s, **make) for s in ((70, 4, 512), (70, 512)))
+    W, scale, base = (
+        torch.randn(24, 2048, device="cuda") * 0.02,
+        *(torch.rand(n, device="cuda") for n in (3, 24)),
+    )
+    U, post, comb = ops.mhc_pre(X, W, scale, base)
+    return [U, post, comb, ops.mhc_post(X, Y, post, comb)]
+
+
+def cross_entropy(make):
+    target = torch.randint(5000, (300,), device="cuda")
+    logits = torch.randn(300, 5000, **make)
+    return with_gradients(lambda x: ops.cross_entropy(x, target, label_smoothing=0.1), logits)
+
+
+def softmax(make):
+    return with_gradients(ops.softmax, torch.randn(300, 5000, **make))
+
+
+def linear(make):
+    tensors = [torch.randn(2, 4, 700, 64, **make) for _ in range(3)]
+    return with_gradients(ops.linear_attention, *tensors)
+
+
+@pytest.mark.parametrize(
+    "fn, at_least", [(connections, 2), (cross_entropy, 1), (softmax, 2), (linear, 2)]
+)
+def test_others(fn, at_least):
+    def call(seed):
+        torch.manual_seed(seed)
+        return fn({"device": "cuda", "dtype": BF16})
+
+    check(call, at_least)
 
 
 def test_captured():

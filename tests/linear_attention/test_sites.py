@@ -8,7 +8,7 @@ from inductor_ext.testing import compile_for
 
 pytestmark = pytest.mark.codegen
 B, H, T, K, V = 2, 8, 2048, 64, 32
-OP = "inductor_ext.linear_attention.default("
+OP = "inductor_ext.linear_attention.default.launched("
 
 
 def mask(q):
@@ -71,7 +71,7 @@ def compiled(fn):
 def test_spellings(name):
     code = compiled(SPELLINGS[name])
     assert code.forward.count(OP) == 1 and "bmm" not in code.forward
-    assert code.backward.count("inductor_ext.linear_attention_backward.default(") == 1
+    assert code.backward.count("inductor_ext.linear_attention_backward.default.launched(") == 1
     (decision,) = [d for d in code.decisions if d.lowering == "linear_attention"]
     assert decision.fired and f"{T}" in decision.sites
 
