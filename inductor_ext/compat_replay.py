@@ -106,6 +106,7 @@ def settings(device: torch.device, exact: bool) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
         torch.is_grad_enabled(),
+        torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
         compat.float32_precision() if exact else "",
     )
 

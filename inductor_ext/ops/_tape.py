@@ -188,8 +188,7 @@ class Tape(TorchDispatchMode):
                 for t, source in zip(made, sources, strict=True):
                     assert source is not None
                     at = self.place(source)
-                    offset = at.offset + t.data_ptr() - source.data_ptr()
-                    self._known(t, Place(at.root, offset))
+                    self._known(t, Place(at.root, at.offset + _start(t) - _start(source)))
                 return
             if any(source is not None for source in sources):
                 raise NoTape(f"{func} gives views beside new tensors")
@@ -254,6 +253,11 @@ class Tape(TorchDispatchMode):
             except NoTape as reason:
                 self.fault = str(reason)
         return self.fault
+
+
+def _start(t: Tensor) -> int:
+    """Bytes in front of a tensor in its storage; an empty one has no address."""
+    return t.storage_offset() * t.element_size()
 
 
 def _tensors(value: Any) -> list[Tensor]:
