@@ -280,3 +280,25 @@ def test_memory_is_given_back_as_it_is_used_up(counted):
     results = _tape._slots_in(tape.result)
     made = set(range(tape.inputs, tape.count))
     assert {slot for end in ends for slot in end} == made - results
+
+
+def test_who_follows_operations_sees_those_of_a_program():
+    """What a program calls in the dispatcher's place goes through it for a mode or a profiler."""
+    op = torch.ops.inductor_ext.attention.default
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    args = q, k, v, [], [], "v0 = mul.Tensor(s, 0.5); v0", "zero"
+    seen = []
+
+    class Following(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    right = op(*args)
+    same(op.launched(*args), right)
+    with Following():
+        same(op.launched(*args), right)
+    assert seen == [op]
+    with torch.profiler.profile() as profile:
+        op.launched(*args)
+    assert "inductor_ext::attention" in {event.name for event in profile.events()}
