@@ -298,7 +298,7 @@ def test_who_follows_operations_sees_those_of_a_program():
     same(op.launched(*args), right)
     with Following():
         same(op.launched(*args), right)
-    assert seen == [op]
+    assert seen[0] is op  # before what compares
     with torch.profiler.profile() as profile:
         op.launched(*args)
     assert "inductor_ext::attention" in {event.name for event in profile.events()}
