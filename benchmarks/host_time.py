@@ -91,7 +91,7 @@ def measured(size: tuple[int, ...], training: bool, plugin: bool, decide: bool) 
     make = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": training}
     q, k, v = (torch.randn(batch, heads, rows, dim, **make) for _ in range(3))
     seed = torch.randn_like(q)
-    sites.LEAST_SCORES, sites.LEAST_KEYS, sites.LEAST_REPLAYED = 0, 0, (0, 0)
+    sites.LEAST_STATIC = 0, 0
     torch._dynamo.reset()
     fn = torch.compile(lambda q, k, v: attention(q, k, v))
     with inductor_ext.enable("attention") if plugin else inductor_ext.disable():

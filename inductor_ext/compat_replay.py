@@ -92,8 +92,15 @@ def call_directly(name: str, run: Callable[..., Any]) -> None:
     path = f"torch.ops.{namespace}.{own}.default"
 
     def write(node: Any, writeline: Callable[[str], None]) -> None:
-        args = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
-        writeline(f"{node.get_name()} = {path}.launched({args})")
+        # Arguments by their places: what is named is not told apart by its order.
+        args = list(node.codegen_args())
+        named = dict(text.split("=", 1) for text in node.codegen_kwargs())
+        for argument in op._schema.arguments[len(args) :]:
+            if argument.name not in named:
+                break
+            args.append(named.pop(argument.name))
+        args += [f"{name}={text}" for name, text in named.items()]
+        writeline(f"{node.get_name()} = {path}.launched({', '.join(args)})")
 
     registry.CUSTOM_EXTERN_KERNEL_CODEGEN[path] = registry.CustomCodegen(python=write)
 

@@ -116,7 +116,7 @@ def test_lists():
         torch.manual_seed(seed)
         q = torch.randn(2, 4, 16, 576, device="cuda", dtype=BF16)
         kv = torch.randn(2, 3000, 576, device="cuda", dtype=BF16)
-        indices = torch.randint(0, 3000, (2, 4, 512), device="cuda")
+        indices = torch.randint(0, 3000, (2, 4, 512), device="cuda", dtype=torch.int32)
         with torch.no_grad():
             found = ops.sparse_attention(q, kv, indices, scale=0.04, d_v=512)
         return [found] if isinstance(found, torch.Tensor) else list(found)
