@@ -78,6 +78,7 @@ def call_directly(name: str, run: Callable[..., Any]) -> None:
     torch's dispatcher, which takes the host as long as the launches. Such a program runs behind
     autograd. Where a mode or a profiler follows operations they see the operation as before."""
     from torch._inductor.codegen import custom_extern_kernel_codegen as registry
+    from torch._inductor.virtualized import V
 
     namespace, _, own = name.partition("::")
     op = getattr(getattr(torch.ops, namespace), own).default
@@ -92,6 +93,11 @@ def call_directly(name: str, run: Callable[..., Any]) -> None:
     path = f"torch.ops.{namespace}.{own}.default"
 
     def write(node: Any, writeline: Callable[[str], None]) -> None:
+        from torch._inductor.codegen import wrapper
+
+        if getattr(V.graph, "fx_wrapper", False):  # lines there are no text
+            writeline(wrapper.ExternKernelAllocLine(writeline.__self__, node))  # type: ignore
+            return
         # Arguments by their places: what is named is not told apart by its order.
         args = list(node.codegen_args())
         named = dict(text.split("=", 1) for text in node.codegen_kwargs())

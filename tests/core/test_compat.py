@@ -797,7 +797,33 @@ def test_who_watches_launches(monkeypatch):
 
 
 def test_how_a_program_calls_an_operation():
+    from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+    from torch._inductor.virtualized import V
+
     registry = importlib.import_module("torch._inductor.codegen.custom_extern_kernel_codegen")
-    written = registry.CUSTOM_EXTERN_KERNEL_CODEGEN["torch.ops.inductor_ext.attention.default"]
-    assert callable(written.python) and written.cpp is None
-    assert torch.ops.inductor_ext.attention.default.launched
+    path = "torch.ops.inductor_ext.attention.default"
+    written = registry.CUSTOM_EXTERN_KERNEL_CODEGEN[path]
+    assert written.cpp is None and torch.ops.inductor_ext.attention.default.launched
+
+    class Wrapper:
+        def __init__(self):
+            self.lines: list[Any] = []
+
+        def writeline(self, line: Any) -> None:
+            self.lines.append(line)
+
+    def line(named: list[str], fx_wrapper: bool = False) -> Any:
+        node = types.SimpleNamespace(
+            get_name=lambda: "buf0", codegen_args=lambda: [*"qkvxnse"], codegen_kwargs=lambda: named
+        )
+        wrapper = Wrapper()
+        with V.set_graph_handler(types.SimpleNamespace(fx_wrapper=fx_wrapper)):
+            written.python(node, wrapper.writeline)
+        (found,) = wrapper.lines
+        return found
+
+    call = f"buf0 = {path}.launched(q, k, v, x, n, s, e"
+    assert line(["seed=None", "dropout=0.0"]) == f"{call}, None, 0.0)"
+    assert line(["dropout=0.5"]) == f"{call}, dropout=0.5)"
+    assert line([]) == f"{call})"
+    assert isinstance(line([], fx_wrapper=True), ExternKernelAllocLine)
