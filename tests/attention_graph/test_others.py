@@ -143,14 +143,14 @@ def test_only_on_a_card():
 
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_only_where_scores_or_keys_are_large(symbolic, card_here, monkeypatch):
-    """Of sizes that are known, or are replayed as a CUDA graph, smaller ones than of others."""
+    """Of known sizes, of others, and where a CUDA graph is replayed, each from its own size on."""
     fn, shapes = SPELLINGS["window"]
     args = [a.detach() for a in arguments(shapes, torch.float32, tokens=32, batch=2)]
     dynamic = {i: (0,) for i in range(3)} if symbolic else None
     scores, keys = 2 * 8 * 32 * 32 * 4, 2 * 8 * 32 * 2 * 64 * 4
 
     def fires(known, other, graphs=False):
-        monkeypatch.setattr(attention_sites, "LEAST_STATIC", known)
+        monkeypatch.setattr(attention_sites, "LEAST_REPLAYED" if graphs else "LEAST_STATIC", known)
         monkeypatch.setattr(attention_sites, "LEAST_SCORES", other[0])
         monkeypatch.setattr(attention_sites, "LEAST_KEYS", other[1])
         with torch._inductor.config.patch({"triton.cudagraphs": graphs}):
