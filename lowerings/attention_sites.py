@@ -47,10 +47,10 @@ from inductor_ext.shadow import Shadow, value_of
 
 NAME = "attention"
 # Bytes of scores in fp32, or of keys and values, from which a site of known sizes is replaced.
-# Its launches are repeated from a tape (ops/_tape): an operation takes the host 36 to 46 us
-# forward, 100 backward, some 30 more than the kernels that it replaces, and a training step no more. At
-# 64 MiB of scores the card is faster by 34 and 80 us, at 256 MiB by 150 and 340 or more (H200, 16
-# heads of 64, results/host_time.csv); from 128 MiB on stock keeps the card busier than the host.
+# Its launches are repeated from a tape (ops/_tape): that takes the host 36 to 46 us forward and 100
+# backward, some 30 more than the kernels that are replaced, and a training step no more. At 64 MiB
+# of scores the card is faster by 34 and 80 us, at 256 MiB by 150 and 340 or more (H200, 16 heads of
+# 64, results/host_time.csv); from 128 MiB on stock keeps the card busier than the host.
 LEAST_STATIC = 2**27, 2**26
 # The same where a CUDA graph is replayed: the host's time does not count.
 LEAST_REPLAYED = 2**26, 2**26
