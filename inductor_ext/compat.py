@@ -216,7 +216,9 @@ def shape_env() -> Any:
     sizevars = getattr(V.graph, "sizevars", None)
     if sizevars is not None:
         return sizevars.shape_env
-    return getattr(V.fake_mode, "shape_env", None)
+    env = getattr(V.fake_mode, "shape_env", None)
+    # In front of autograd only the tracing context knows it.
+    return getattr(torch._guards.detect_fake_mode(), "shape_env", None) if env is None else env
 
 
 def expr(size: Any) -> Any:

@@ -46,11 +46,17 @@ from inductor_ext.ops import _attention_choice as choice
 from inductor_ext.shadow import Shadow, value_of
 
 NAME = "attention"
-# Bytes of scores in fp32, or of keys and values. With fewer, what the operation costs the host
-# (0.3 ms, 1.5 ms with its gradients) may be more than what it saves the card.
-LEAST_SCORES, LEAST_KEYS = 2**29, 2**26
+# Bytes of scores in fp32, or of keys and values, from which a site of known sizes is replaced.
+# Its launches are repeated from a tape (ops/_tape): that takes the host 36 to 46 us forward and 100
+# backward, some 30 more than the kernels that are replaced, and a training step no more. At 64 MiB
+# of scores the card is faster by 34 and 80 us, at 256 MiB by 150 and 340 or more (H200, 16 heads of
+# 64, results/host_time.csv); from 128 MiB on stock keeps the card busier than the host.
+LEAST_STATIC = 2**27, 2**26
 # The same where a CUDA graph is replayed: the host's time does not count.
 LEAST_REPLAYED = 2**26, 2**26
+# Of symbolic sizes: other sizes in each call are decided anew each time, which costs the host more
+# (0.2 ms, 0.8 with gradients) than fewer scores save the card.
+LEAST_SCORES, LEAST_KEYS = 2**29, 2**26
 _MOVES = (
     *VIEWS,
     aten.permute.default,
@@ -501,7 +507,12 @@ def _check_size(made: Plan, dtype: torch.dtype) -> None:
     wide = sum(hint(axes.size(c)) for c in (*made.channels, made.values))
     shared = hint(axes.size(made.shared))
     scores, keys = b * h * q * k * 4, b * (h // max(shared, 1)) * k * wide * dtype.itemsize
-    least = LEAST_REPLAYED if compat.replays_graphs() else (LEAST_SCORES, LEAST_KEYS)
+    if compat.replays_graphs():
+        least = LEAST_REPLAYED
+    elif all(compat.is_static(axes.size(role)) for role in roles):
+        least = LEAST_STATIC
+    else:
+        least = LEAST_SCORES, LEAST_KEYS
     if scores < least[0] and keys < least[1]:
         raise NoSite(f"its scores are {scores} bytes, keys and values {keys}: products are as fast")
 

@@ -41,10 +41,13 @@ class Watcher(Protocol):
 # The tiling that a plan in force names for a problem; None: the rule decides.
 plans: Callable[[Tunable, tuple[Any, ...], dict[str, Any]], Any | None] | None = None
 watcher: Watcher | None = None
+epoch = 0  # how often everything was forgotten, for those who keep what follows from decisions
 
 
 def forget() -> None:
     """Decide everything anew: other plans are in force."""
+    global epoch
+    epoch += 1
     for launch in LAUNCHES.values():
         launch.forget()
 

@@ -147,7 +147,7 @@ def _laid(found: Tensor, q: Tensor) -> Tensor:
 # --- operations -----------------------------------------------------------------------------------
 
 
-@opaque_op("inductor_ext::attention")
+@opaque_op("inductor_ext::attention", taped=True)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor], numbers: list[int], score: str,
     empty: str, seed: Tensor | None = None, dropout: float = 0.0,
@@ -203,7 +203,7 @@ def _(
     return _results(q, v)
 
 
-@opaque_op("inductor_ext::attention_backward")
+@opaque_op("inductor_ext::attention_backward", taped=True)
 def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor],
     numbers: list[int], score: str, empty: str, out: Tensor, lse: Tensor, needed: list[bool],
@@ -234,9 +234,8 @@ def _backward(
             do, dlse, q, k, v, inputs, numbers, program, out, lse, [*needed[:3], *of_inputs],
             float32_precision(), dropout=_drop(seed, dropout),
         )  # fmt: skip
-        zero = q.new_zeros(())
         dinputs = [
-            f if there else zero.expand(x.shape)
+            f if there else x.new_zeros(()).expand(x.shape)
             for f, there, x in zip(dinputs, of_inputs, inputs, strict=True)
         ]
     else:
@@ -293,7 +292,7 @@ def _(
     return _places(q, k, v, inputs, needed)
 
 
-@opaque_op("inductor_ext::attention_columns")
+@opaque_op("inductor_ext::attention_columns", taped=True)
 def _columns(
     q: Tensor, k: Tensor, lse: Tensor, inputs: list[Tensor], numbers: list[int], score: str,
     first_row: int,
@@ -326,7 +325,7 @@ def _(
     return _sums(q, k)
 
 
-@opaque_op("inductor_ext::attention_ragged")
+@opaque_op("inductor_ext::attention_ragged", taped=True)
 def _ragged(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None, lengths: Tensor,
     inputs: list[Tensor], numbers: list[int], score: str, empty: str,

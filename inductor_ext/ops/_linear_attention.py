@@ -36,7 +36,7 @@ def kernels_apply(q: Tensor, v: Tensor) -> bool:
 # --- operations -----------------------------------------------------------------------------------
 
 
-@opaque_op("inductor_ext::linear_attention")
+@opaque_op("inductor_ext::linear_attention", taped=True)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial_state: Tensor | None,
     scale: float, chunk: int,
@@ -62,7 +62,7 @@ def _state_of(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:2], q.shape[-1], v.shape[-1]), dtype=dtype)
 
 
-@opaque_op("inductor_ext::linear_attention_backward")
+@opaque_op("inductor_ext::linear_attention_backward", taped=True)
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial_state: Tensor | None,
     scale: float, chunk: int, do: Tensor, dstate: Tensor | None, need_decay: bool,

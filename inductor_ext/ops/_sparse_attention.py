@@ -108,7 +108,7 @@ def _gradients(
 # --- operations -----------------------------------------------------------------------------------
 
 
-@opaque_op("inductor_ext::sparse_attention")
+@opaque_op("inductor_ext::sparse_attention", taped=True)
 def _attention(
     q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int
 ) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def _(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int) -> tuple[T
     return _results(q, d_v)
 
 
-@opaque_op("inductor_ext::sparse_attention_backward")
+@opaque_op("inductor_ext::sparse_attention_backward", taped=True)
 def _backward(
     q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, do: Tensor | None,
     dlse: Tensor | None,

@@ -246,7 +246,7 @@ class _Calls(ast.NodeVisitor):
         if name.endswith(".run") and name.count(".") == 1:
             self.found.append(name.removesuffix(".run"))
         elif name.startswith(("extern_kernels.", "torch.ops.")) and name not in _NOT_WORK:
-            self.found.append(name)
+            self.found.append(name.removesuffix(".launched"))
         elif name in self.functions:
             self.enter(self.functions[name])
         elif isinstance(node.func, ast.Subscript) and _dotted(node.func.value) == "self.partitions":

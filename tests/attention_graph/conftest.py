@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 def clean_setting(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(attention_sites, "LEAST_SCORES", 0)
+    monkeypatch.setattr(attention_sites, "LEAST_STATIC", (0, 0))
     with inductor_ext.config.patch(strict=True), inductor_ext.enable("attention"):
         yield
 

@@ -6,6 +6,8 @@ from inductor_ext.lowerings import attention as lowering
 from inductor_ext import report
 
 OP = "inductor_ext.attention.default("
+# The same in what Inductor writes, where torch's dispatcher is left out.
+WRITTEN = "inductor_ext.attention.default.launched("
 
 
 def edited(fn, args, grad=False, dynamic=None):

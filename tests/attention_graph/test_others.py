@@ -141,20 +141,29 @@ def test_only_on_a_card():
     assert OP not in text and decision.reason == "it is not on a card"
 
 
-def test_only_where_scores_or_keys_are_large(card_here, monkeypatch):
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_only_where_scores_or_keys_are_large(symbolic, card_here, monkeypatch):
+    """Of known sizes, of others, and where a CUDA graph is replayed, each from its own size on."""
     fn, shapes = SPELLINGS["window"]
-    args = [a.detach() for a in arguments(shapes, torch.float32, tokens=32, batch=1)]
-    scores, keys = 8 * 32 * 32 * 4, 8 * 32 * 2 * 64 * 4
-    for more, less, fires in ((0, 1, True), (1, 0, True), (1, 1, False)):
-        monkeypatch.setattr(attention_sites, "LEAST_SCORES", scores + more)
-        monkeypatch.setattr(attention_sites, "LEAST_KEYS", keys + less)
-        _, text, (decision,) = edited(fn, args)
-        assert (OP in text) is fires and decision.fired is fires
-        # Replayed as a CUDA graph, where the host's time does not count, it fires earlier.
-        for replayed, early in (((scores, keys + 1), True), ((scores + 1, keys + 1), False)):
-            monkeypatch.setattr(attention_sites, "LEAST_REPLAYED", replayed)
-            with torch._inductor.config.patch({"triton.cudagraphs": True}):
-                assert (OP in edited(fn, args)[1]) is early
+    args = [a.detach() for a in arguments(shapes, torch.float32, tokens=32, batch=2)]
+    dynamic = {i: (0,) for i in range(3)} if symbolic else None
+    scores, keys = 2 * 8 * 32 * 32 * 4, 2 * 8 * 32 * 2 * 64 * 4
+
+    def fires(known, other, graphs=False):
+        monkeypatch.setattr(attention_sites, "LEAST_REPLAYED" if graphs else "LEAST_STATIC", known)
+        monkeypatch.setattr(attention_sites, "LEAST_SCORES", other[0])
+        monkeypatch.setattr(attention_sites, "LEAST_KEYS", other[1])
+        with torch._inductor.config.patch({"triton.cudagraphs": graphs}):
+            _, text, (decision,) = edited(fn, args, dynamic=dynamic)
+        assert (OP in text) is decision.fired
+        return decision.fired
+
+    never = scores + 1, keys + 1
+    assert not fires(never, never) and not fires(never, never, graphs=True)
+    for enough in ((scores, keys + 1), (scores + 1, keys)):
+        assert fires(enough, never) is not symbolic
+        assert fires(never, enough) is symbolic
+        assert fires(enough, never, graphs=True)
 
 
 def test_heads_that_have_no_kernels(card_here):

@@ -21,6 +21,7 @@ from inductor_ext import (
     compat_fx,
     compat_ir,
     compat_pre_grad,
+    compat_replay,
     compat_scans,
     compat_user_kernels,
     registry,
@@ -722,3 +723,107 @@ def test_attention_of_cudnn():
     find("torch.backends.cuda:cudnn_sdp_enabled")
     q = torch.empty(1, 2, 3, 8)
     torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
+
+
+def test_launches_that_are_done_again(monkeypatch):
+    import triton
+    from triton.backends.nvidia import driver
+    from triton.compiler.compiler import CompiledKernel
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    @triton.jit
+    def kernel(x, size, BLOCK: triton.language.constexpr = 4):
+        pass
+
+    assert kernel.arg_names == ["x", "size", "BLOCK"]
+    assert [p.name for p in kernel.params] == kernel.arg_names and kernel.params[2].default == 4
+    assert "return kernel" in inspect.getsource(type(kernel).run)
+    made = inspect.getsource(CompiledKernel.__init__) + inspect.getsource(CompiledKernel)
+    for name in ("def run(self)", "self.function", "self.packed_metadata"):
+        assert name in made
+    given = list(inspect.signature(driver.CudaLauncher.__call__).parameters)
+    assert given[:6] == ["self", "gridX", "gridY", "gridZ", "stream", "function"]
+    # Descriptors, encoded or taken apart: what is asked of ours is what Triton's own has.
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda t: 4096)
+    base = torch.empty(8, 16, dtype=torch.bfloat16)
+    own = TensorDescriptor(base, [8, 16], [16, 1], [4, 16])
+    ours = compat_replay._Described(own).at(4096)
+    asked: list[Any] = []
+    utils = types.SimpleNamespace()
+    for name in ("fill_tma_descriptor", "fill_tma_descriptor_tiled"):
+        setattr(utils, name, lambda *args: asked.append(args))
+    monkeypatch.setattr(triton.runtime.driver, "_active", types.SimpleNamespace(utils=utils))
+    meta = {
+        "swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [4, 16], "fp4_padded": False,
+    }  # fmt: skip
+    more = len(inspect.signature(driver.make_tensordesc_arg).parameters) - 2
+    for metadata in (meta, None):
+        mine, theirs = (
+            driver.make_tensordesc_arg(d, metadata, *[None] * more) for d in (ours, own)
+        )
+        assert mine[1:] == theirs[1:]
+    assert asked[0] == asked[1] and asked[0][0] == 4096
+
+
+def test_who_watches_launches(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    ran: list[Any] = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: ran.append(args))
+    own, tape = JITFunction.run, types.SimpleNamespace(below=False)
+    tape.launch = lambda run, kernel, grid, args, kwargs: ran.append((run, grid, args, kwargs))
+    kernel = object.__new__(JITFunction)
+    assert compat_replay.is_watched() is False
+    with compat_replay.watched(tape) as launches:
+        assert compat_replay.is_watched()
+        kernel[(4,)](1, size=2)
+        assert ran[0][1:] == ((4,), (1,), {"size": 2})
+        ran[0][0]()
+        tape.below = True
+        kernel[(4,)](3)
+        compat_replay._knobs().launch_enter_hook(None)
+        assert ran[1:] == [(1,), (3,)] and launches() == 0
+        tape.below = False
+        compat_replay._knobs().launch_enter_hook(None)
+        with compat_replay.watched(tape) as second:
+            assert second is None
+        assert launches() == 1
+    assert JITFunction.run is own and compat_replay.is_watched() is False
+    assert torch.autograd.profiler._is_profiler_enabled is False
+    with torch.profiler.profile():
+        assert torch.autograd.profiler._is_profiler_enabled is True
+    assert isinstance(torch._C._get_cudnn_sdp_enabled(), bool)
+    assert inspect.isbuiltin(torch._C._len_torch_dispatch_stack)
+
+
+def test_how_a_program_calls_an_operation():
+    from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+    from torch._inductor.virtualized import V
+
+    registry = importlib.import_module("torch._inductor.codegen.custom_extern_kernel_codegen")
+    path = "torch.ops.inductor_ext.attention.default"
+    written = registry.CUSTOM_EXTERN_KERNEL_CODEGEN[path]
+    assert written.cpp is None and torch.ops.inductor_ext.attention.default.launched
+
+    class Wrapper:
+        def __init__(self):
+            self.lines: list[Any] = []
+
+        def writeline(self, line: Any) -> None:
+            self.lines.append(line)
+
+    def line(named: list[str], fx_wrapper: bool = False) -> Any:
+        node = types.SimpleNamespace(
+            get_name=lambda: "buf0", codegen_args=lambda: [*"qkvxnse"], codegen_kwargs=lambda: named
+        )
+        wrapper = Wrapper()
+        with V.set_graph_handler(types.SimpleNamespace(fx_wrapper=fx_wrapper)):
+            written.python(node, wrapper.writeline)
+        (found,) = wrapper.lines
+        return found
+
+    call = f"buf0 = {path}.launched(q, k, v, x, n, s, e"
+    assert line(["seed=None", "dropout=0.0"]) == f"{call}, None, 0.0)"
+    assert line(["dropout=0.5"]) == f"{call}, dropout=0.5)"
+    assert line([]) == f"{call})"
+    assert isinstance(line([], fx_wrapper=True), ExternKernelAllocLine)

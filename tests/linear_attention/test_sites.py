@@ -9,6 +9,7 @@ from inductor_ext.testing import compile_for
 pytestmark = pytest.mark.codegen
 B, H, T, K, V = 2, 8, 2048, 64, 32
 OP = "inductor_ext.linear_attention.default("
+WRITTEN = "inductor_ext.linear_attention.default.launched("
 
 
 def mask(q):
@@ -70,8 +71,8 @@ def compiled(fn):
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(name):
     code = compiled(SPELLINGS[name])
-    assert code.forward.count(OP) == 1 and "bmm" not in code.forward
-    assert code.backward.count("inductor_ext.linear_attention_backward.default(") == 1
+    assert code.forward.count(WRITTEN) == 1 and "bmm" not in code.forward
+    assert code.backward.count("inductor_ext.linear_attention_backward.default.launched(") == 1
     (decision,) = [d for d in code.decisions if d.lowering == "linear_attention"]
     assert decision.fired and f"{T}" in decision.sites
 
@@ -79,13 +80,13 @@ def test_spellings(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_left(name):
     code = compiled(OTHERS[name])
-    assert OP not in code.forward and "bmm" in code.forward
+    assert WRITTEN not in code.forward and "bmm" in code.forward
 
 
 def test_large_heads_and_few_tokens_are_left():
     """Their states would be as large as the scores."""
     code = compile_for("h200", SPELLINGS["tril"], *(meta(64, 16, 300, 256) for _ in range(3)))
-    assert OP not in code.source
+    assert WRITTEN not in code.source
     (left,) = [d for d in code.decisions if d.lowering == "linear_attention"]
     assert "states are as large" in left.reason
 
