@@ -51,15 +51,27 @@ def squares(x, total, N: tl.constexpr):
 
 
 @triton.jit
+def wait_for(counter, count):
+    """Until the kernel before, all of whose programs run, has counted so far."""
+    seen = tl.atomic_add(counter, 0, sem="acquire")
+    while seen < count:
+        seen = tl.atomic_add(counter, 0, sem="acquire")
+
+
+@triton.jit
 def fuse_kernel(
-    X, P, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
+    X, P, DONE, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
     tokens, hidden, x_token, x_stream, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
     N: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr, POWERS: tl.constexpr,
-    INSIDE: tl.constexpr, CP: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr, H_OF: tl.constexpr,
-    STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    INSIDE: tl.constexpr, TILE: tl.constexpr, CP: tl.constexpr, S: tl.constexpr,
+    LOG: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr,
+    HELD: tl.constexpr, STREAM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if not EARLY:
+    if TILE > 0:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        wait_for(DONE + tl.program_id(0) // TILE, S)
+    elif not EARLY:
         in_turn(PDL)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
     x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
@@ -77,7 +89,7 @@ def fuse_kernel(
     for k in tl.static_range(HELD):
         here = h + k * BLOCK < hidden
         held = held + (load_streams(at, x_stream, h + k * BLOCK, here, N),)
-    if EARLY:
+    if EARLY and TILE == 0:
         in_turn(PDL)
     column = tl.arange(0, CP)
     used = column < C
@@ -132,6 +144,9 @@ def fuse_kernel(
             for first in range(HELD * BLOCK, hidden, BLOCK):
                 x = load_streams(at, x_stream, h + first, h + first < hidden, N)
                 put_input(row, h + first, x, gates, h + first < hidden, N)
+    if TILE > 0 and PDL:
+        if pid == tokens - 1:  # who waits for this kernel has waited for the one before
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -169,11 +184,12 @@ def fuse(
     x: torch.Tensor, p: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
     chosen: dict[str, Any] | None = None, early: bool = False,
-    powers: bool = False,
+    powers: bool = False, done: torch.Tensor | None = None, tile: int = 0,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns]; (U, mixes, sqrsum) where
     base has n elements, those of the pre gates. ``early`` where the kernel before is the
-    projection, which waited for all that wrote X: it need not be waited for to read it."""
+    projection, which waited for all that wrote X: it need not be waited for to read it. ``done``
+    counts, per tile of ``tile`` tokens, the partials that the kernel before has finished, X too."""
     tokens, n, hidden = x.shape
     s, columns = p.shape[0], p.shape[2]
     head = base.shape[0] == n
@@ -182,15 +198,15 @@ def fuse(
     u, *coefficients, mixes, sqrsum = out
     post, comb = (mixes, mixes) if head else coefficients
     few = isinstance(tokens, int) and tokens <= FEW
-    if x.dtype == torch.bfloat16 and n <= 4 and s <= 16 and stride_divisor(x) == 8:
+    if x.dtype == torch.bfloat16 and n <= 4 and (s <= 16 or tile) and stride_divisor(x) == 8:
         chosen = {"maxnreg": 80} | chosen  # three programs of 8 warps on a multiprocessor
     if isinstance(tokens, int) and tokens == 0:
         return out
     inside = few and not head
     launched(fuse_kernel, wrap_triton(fuse_kernel), x, (2 * tokens if inside else tokens,))(
-        x, p, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden,
-        x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-        N=n, C=columns, HEAD=head, POWERS=powers, INSIDE=inside, EARLY=early,
+        x, p, p if done is None else done, scale, base, u, post, comb, mixes, sqrsum, tokens,
+        hidden, x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
+        N=n, C=columns, HEAD=head, POWERS=powers, INSIDE=inside, EARLY=early, TILE=tile,
         CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
         H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
     )  # fmt: skip
@@ -205,16 +221,13 @@ def fuse(
 def pre(
     x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, precision: str,
-    q: torch.Tensor | None = None, powers: bool = False,
+    powers: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(U, post, comb, mixes, sqrsum) of x [T, n, H], last dimension dense; q [S, T]: partial sums
-    of its squares, if somebody has them."""
+    """(U, post, comb, mixes, sqrsum) of x [T, n, H], last dimension dense."""
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     scale, base = dense(scale), dense(base)
     p = projection.partials(x, dense(w), precision)
-    if q is None:
-        return fuse(x, p, scale, base, *options, early=True, powers=powers)
-    return slabs.fuse(x, p, q, scale, base, *options, powers=powers)
+    return fuse(x, p, scale, base, *options, early=True, powers=powers)
 
 
 def from_mixes(

@@ -25,10 +25,11 @@ from inductor_ext.ops import _mhc_checks as checks
 from inductor_ext.ops import _mhc_composed as composed
 from inductor_ext.ops._opaque import opaque_op, traced_op
 from inductor_ext.templates import mhc_post as post_kernels
+from inductor_ext.templates import mhc_post_projection_launch as boundary
 from inductor_ext.templates import mhc_pre as pre_kernels
 from inductor_ext.templates.mhc_projection import FEW
 
-MANY = FEW  # tokens, beyond which post sums the squares that pre needs
+MANY = FEW  # tokens, beyond which X' is projected where it is made
 _FAR = 1 << 23
 
 
@@ -62,6 +63,32 @@ def _(
     return pre_kernels.results(X, W.shape[0])
 
 
+@opaque_op("inductor_ext::mhc_post_pre_of_any_size")
+def _post_pre_of_any_size(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor,
+    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    precision: str, powers: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``mhc_post_pre`` of X [T, n, H]; no tracer knows the kernel for many tokens."""
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    if X.shape[0] <= MANY:
+        X1 = post_kernels.post(X, Y, post, comb)
+        return X1, *pre_kernels.pre(X1, W, scale, base, *options, precision, powers)
+    X1, p, done = boundary.partials(X, Y, post, comb, W, precision)
+    return X1, *pre_kernels.fuse(
+        X1, p, scale, base, *options, powers=powers, done=done, tile=boundary.TOKENS
+    )
+
+
+@_post_pre_of_any_size.register_fake
+def _(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor,
+    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    precision: str, powers: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return torch.empty_like(X), *pre_kernels.results(X, W.shape[0])
+
+
 @opaque_op("inductor_ext::mhc_collapse_of_any_size")
 def _collapse_of_any_size(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float,
@@ -81,12 +108,12 @@ def _(
     return pre_kernels.results(X, W.shape[0], head=True)
 
 
-def _pre_of(X: Tensor, squares: Tensor | None, powers: bool, *given: Any) -> Any:
+def _pre_of(X: Tensor, powers: bool, *given: Any) -> Any:
     """(U, post, comb, mixes, sqrsum) of X [T, n, H] by kernels."""
     if not isinstance(X.shape[0], int):
         return _pre_of_any_size(X, *given, float32_precision(), powers)
     with _launching(X):
-        return pre_kernels.pre(X, *given, float32_precision(), squares, powers)
+        return pre_kernels.pre(X, *given, float32_precision(), powers)
 
 
 @traced_op("inductor_ext::mhc_pre")
@@ -98,7 +125,7 @@ def _pre(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return composed.pre(X, W, scale, base, *options, powers)
-    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), None, powers, W, scale, base, *options))
+    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), powers, W, scale, base, *options))
 
 
 @traced_op("inductor_ext::mhc_pre_from_mixes")
@@ -137,14 +164,14 @@ def _post_pre(
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options, powers)
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
-    # One pass that projects X' where it is computed is slower on an H200: a tile of tokens of all
-    # streams, beside what a product needs, leaves too few programs on a multiprocessor.
-    tokens = operands[0].shape[0]
-    many = isinstance(tokens, int) and tokens > MANY
+    if boundary.applies(operands[0], operands[1], W) and not in_aot_mode():
+        found = _post_pre_of_any_size(
+            *operands, W, scale, base, *options, float32_precision(), powers
+        )
+        return found[0].reshape(X.shape), *_leading(X.shape[:-2], found[1:])
     with _launching(X):
-        q = post_kernels.squares_of(operands[0]) if many else None
-        X1 = post_kernels.post(*operands, q=q)
-    found = _pre_of(X1, q, powers, W, scale, base, *options)
+        X1 = post_kernels.post(*operands)
+    found = _pre_of(X1, powers, W, scale, base, *options)
     return X1.reshape(X.shape), *_leading(X.shape[:-2], found)
 
 
