@@ -164,7 +164,9 @@ def _post_pre(
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options, powers)
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
-    if boundary.applies(operands[0], operands[1], W) and not in_aot_mode():
+    tokens = operands[0].shape[0]
+    maybe_many = not isinstance(tokens, int) or tokens > MANY
+    if maybe_many and not in_aot_mode() and boundary.applies(operands[0], operands[1], W):
         found = _post_pre_of_any_size(
             *operands, W, scale, base, *options, float32_precision(), powers
         )

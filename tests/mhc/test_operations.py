@@ -5,6 +5,7 @@ import functools
 import pytest
 import reference
 import torch
+from inductor_ext.templates import mhc_post_projection_launch as mhc_boundary
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -123,9 +124,22 @@ def test_kernels_of_a_compiled_program():
     code = compile_for("h200", layer, *given)
     names = [k.name.rpartition("_")[0] for k in code.kernels]
     pre = ["cut_kernel", "projection_kernel", "fuse_kernel", "comb_kernel"]
-    post_pre = ["post_kernel", "cut_kernel", "projection_kernel", "slab_kernel"]
-    assert sorted(set(names)) == sorted({*pre, *post_pre})
-    assert code.graphs[0].count(".run(") == len(pre) + len(post_pre)
+    assert sorted(set(names)) == sorted([*pre, "post_kernel"])
+    assert code.graphs[0].count(".run(") == 2 * len(pre) + 1
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("dynamic", [None, {0: {0: None}, 1: {0: None}}], ids=["many", "any"])
+def test_a_boundary_of_wide_layers_is_one_call(dynamic):
+    """X' is projected where it is made: what follows a layer is one operation, made of launches of
+    its own; of a number of tokens that is known to be small it is the kernels of the parts."""
+    given = [torch.empty(t.shape, dtype=t.dtype) for t in reference.draw(2048, 4, 2048)]
+    given.insert(1, torch.empty(2048, 2048, dtype=BF16))
+    code = compile_for("h200", layer, *given, dynamic=dynamic)
+    assert code.graphs[0].count("mhc_post_pre_of_any_size.default(") == mhc_boundary.available()
+    given[:2] = [t[:1024] for t in given[:2]]
+    code = compile_for("h200", layer, *given)
+    assert "mhc_post_pre_of_any_size" not in code.graphs[0]
 
 
 @pytest.mark.codegen
