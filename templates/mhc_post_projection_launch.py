@@ -9,18 +9,27 @@ import torch
 import triton
 
 from .mhc_layout import dense
-from .mhc_projection import parts_of, weights
+from .mhc_projection import FEW, parts_of, weights
 
 # Versions of Triton whose Gluon compiles the kernel and on which it was checked on a card.
 VERSIONS = ("3.6.",)
 STREAMS, COLUMNS = 4, 24
 TOKENS, WIDTH = 64, 64  # of a block
-LEAST_HIDDEN = 2048  # below, the host, which describes tensors to the copy engine, is not done
+LEAST_HIDDEN = 2048
+# Elements of a stream, from which on the card takes longer than the host, which describes tensors
+# to the copy engine.
+LEAST = 1 << 24
 
 
 def available() -> bool:
     """Whether the Triton at hand is one that the kernel is known to work with."""
     return triton.__version__.startswith(VERSIONS)
+
+
+def pays(x: torch.Tensor) -> bool:
+    """Whether X [T, n, H] is large enough for the kernel."""
+    tokens, _, hidden = x.shape
+    return tokens > FEW and tokens * hidden >= LEAST
 
 
 def _mapped(x: torch.Tensor) -> bool:

@@ -27,9 +27,7 @@ from inductor_ext.ops._opaque import opaque_op, traced_op
 from inductor_ext.templates import mhc_post as post_kernels
 from inductor_ext.templates import mhc_post_projection_launch as boundary
 from inductor_ext.templates import mhc_pre as pre_kernels
-from inductor_ext.templates.mhc_projection import FEW
 
-MANY = FEW  # tokens, beyond which X' is projected where it is made
 _FAR = 1 << 23
 
 
@@ -71,7 +69,7 @@ def _post_pre_of_any_size(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As ``mhc_post_pre`` of X [T, n, H]; no tracer knows the kernel for many tokens."""
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    if X.shape[0] <= MANY:
+    if not boundary.pays(X):
         X1 = post_kernels.post(X, Y, post, comb)
         return X1, *pre_kernels.pre(X1, W, scale, base, *options, precision, powers)
     X1, p, done = boundary.partials(X, Y, post, comb, W, precision)
@@ -164,9 +162,8 @@ def _post_pre(
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options, powers)
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
-    tokens = operands[0].shape[0]
-    maybe_many = not isinstance(tokens, int) or tokens > MANY
-    if maybe_many and not in_aot_mode() and boundary.applies(operands[0], operands[1], W):
+    many = not isinstance(operands[0].shape[0], int) or boundary.pays(operands[0])
+    if many and not in_aot_mode() and boundary.applies(operands[0], operands[1], W):
         found = _post_pre_of_any_size(
             *operands, W, scale, base, *options, float32_precision(), powers
         )

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from inductor_ext.templates import mhc_projection
+from inductor_ext.templates import mhc_post_projection_launch, mhc_projection
 
 from inductor_ext import measure, ops
 from inductor_ext.ops import _mhc  # noqa: F401  registers the operations
@@ -106,13 +106,19 @@ def test_a_token_has_the_same_bits_among_any_number(n, H, dtype):
         pre = torch.ops.inductor_ext.mhc_pre(X[part], W, scale, base, *V4)
         given = X[part], Y[part], post[part], comb[part]
         both = torch.ops.inductor_ext.mhc_post_pre(*given, W, scale, base, *V4)
-        return [t[:1] for t in (*pre, *both, ops.mhc_post(*given))]
+        return [t[:1] for t in (*pre, ops.mhc_post(*given), *both)]
 
-    few = mhc_projection.FEW
-    for sizes in ((1, 7, 33, 128, 200, 512, few), (few + 1, 2000, 3000)):
+    few, large = mhc_projection.FEW, 1 + mhc_post_projection_launch.LEAST // H
+    many = []
+    for sizes in ((1, 7, 33, 128, 200, 512, few), (few + 1, 2000), (large, large + 100)):
+        if sizes[-1] > 3000:
+            continue
         first, *others = (run(slice(1000, 1000 + tokens)) for tokens in sizes)
         for tokens, other in zip(sizes[1:], others, strict=True):
             assert all(map(torch.equal, first, other)), tokens
+        many += [first] if sizes[0] > few else []
+    # Of pre and post there is no third group.
+    assert all(map(torch.equal, many[0][:7], many[-1][:7]))
 
 
 def test_tf32():

@@ -133,8 +133,8 @@ def test_kernels_of_a_compiled_program():
 def test_a_boundary_of_wide_layers_is_one_call(dynamic):
     """X' is projected where it is made: what follows a layer is one operation, made of launches of
     its own; of a number of tokens that is known to be small it is the kernels of the parts."""
-    given = [torch.empty(t.shape, dtype=t.dtype) for t in reference.draw(2048, 4, 2048)]
-    given.insert(1, torch.empty(2048, 2048, dtype=BF16))
+    given = [torch.empty(t.shape, dtype=t.dtype) for t in reference.draw(4096, 4, 4096)]
+    given.insert(1, torch.empty(4096, 4096, dtype=BF16))
     code = compile_for("h200", layer, *given, dynamic=dynamic)
     assert code.graphs[0].count("mhc_post_pre_of_any_size.default(") == mhc_boundary.available()
     given[:2] = [t[:1024] for t in given[:2]]
