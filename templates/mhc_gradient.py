@@ -139,7 +139,6 @@ def gradient_kernel(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    known = slopes(COEFFICIENTS, first * each * ROWS + local, tokens)
     mbarrier.wait(w_ready.index(0), 0)
     step = gl.program_id(0) * 0
     for part in range(first, parts, turns):
@@ -156,8 +155,7 @@ def gradient_kernel(
                 if after < steps:
                     far = (first + after // each * turns) * each + after % each
                     start(descs, buffers, ready, after, far, column, hidden, ADDED, C)
-            following = gl.where(tile + 1 < part * each + each, tile + 1, (part + turns) * each)
-            coming = slopes(COEFFICIENTS, following * ROWS + local, tokens)
+            known = slopes(COEFFICIENTS, tile * ROWS + local, tokens)
             mbarrier.wait(ready.index(place), (step // STAGES) & 1)
             running = ()
             for i in gl.static_range(N):
@@ -169,19 +167,16 @@ def gradient_kernel(
                     sums = warpgroup_mma(turned, draw, sums, is_async=True)
                 running = running + (sums,)  # type: ignore[assignment]
                 dx = warpgroup_mma_wait(2, deps=[through])  # dW's two go on
+                out = out_buffers[i].index(place if ADDED else 0)
+                if ADDED:
+                    dx += out.load(layout).to(gl.float32)
+                x = x_buffers[i].index(place).load(layout).to(gl.float32)
+                dx -= gl.expand_dims(known[N], 1) * x
                 # Read anew for each stream: it would take the registers of a product.
                 du = du_buffers.index(place).load(layout).to(gl.float32)
                 dx += gl.expand_dims(known[i], 1) * du
-                x = x_buffers[i].index(place).load(layout).to(gl.float32)
-                dx -= gl.expand_dims(known[N], 1) * x
-                if ADDED:
-                    out = out_buffers[i].index(place)
-                    dx += out.load(layout).to(gl.float32)
-                else:
-                    out = out_buffers[i].index(0)
                 out.store(dx.to(dtype))
             dw = warpgroup_mma_wait(0, deps=[running[0], running[1], running[2], running[3]])
-            known = coming
             fence_async_shared()
             gl.thread_barrier()
             for i in gl.static_range(N):

@@ -16,17 +16,19 @@ from .mhc_post_projection_launch import (
     _mapped,
     _multiprocessors,
     available,
+    pays,
 )
 from .mhc_projection import weights
 
+__all__ = ["applies", "gradient", "launch", "pays", "shapes_apply"]
+
 # The tensor cores cut off what does not fit into a sum: a range's part of dW may not grow longer.
 LONGEST = 4096
-LEAST_TOKENS = 1024  # below, a program's few tiles do not pay for its weights
 
 
 def shapes_apply(x: torch.Tensor, w: torch.Tensor, du: torch.Tensor | None) -> bool:
     """Whether the kernel takes such tensors, on whatever device; launches nothing."""
-    tokens, n, hidden = x.shape
+    n, hidden = x.shape[1:]
     columns = w.shape[0]
     return (
         du is not None
@@ -34,9 +36,9 @@ def shapes_apply(x: torch.Tensor, w: torch.Tensor, du: torch.Tensor | None) -> b
         and n == STREAMS
         and columns <= 32
         and columns % 4 == 0
+        and isinstance(hidden, int)
         and hidden >= LEAST_HIDDEN
         and hidden % WIDTH == 0
-        and tokens >= LEAST_TOKENS
         and _mapped(x)
         and _mapped(du)
     )
