@@ -79,6 +79,38 @@ def through_weights(
 
 
 @gluon.jit
+def out_of(buffers, place, i: gl.constexpr, ADDED: gl.constexpr):
+    """Where a stream's dX is made: what is added to it lies there."""
+    _x_buffers, _du_buffers, _draw_buffers, out_buffers = buffers
+    return out_buffers[i].index(place if ADDED else 0)
+
+
+@gluon.jit
+def gradient_of(
+    buffers, w_buffers, dw, known, place, i: gl.constexpr, SPLIT: gl.constexpr,
+    ADDED: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """dX of a stream, in shared memory; its dW with what is still being added."""
+    x_buffers, du_buffers, draw_buffers, _out_buffers = buffers
+    through = through_weights(draw_buffers, w_buffers, place, i, SPLIT, layout)
+    dw = warpgroup_mma_init(dw)
+    for half in gl.static_range(2):
+        turned = x_buffers[i].index(place).permute((1, 0))
+        dw = warpgroup_mma(turned, draw_buffers.index(place * 2 + half), dw, is_async=True)
+    dx = warpgroup_mma_wait(2, deps=[through])  # dW's two go on
+    out = out_of(buffers, place, i, ADDED)
+    if ADDED:
+        dx += out.load(layout).to(gl.float32)
+    x = x_buffers[i].index(place).load(layout).to(gl.float32)
+    dx -= gl.expand_dims(known[N], 1) * x
+    # Read anew for each stream: it would take the registers of a product.
+    du = du_buffers.index(place).load(layout).to(gl.float32)
+    dx += gl.expand_dims(known[i], 1) * du
+    out.store(dx.to(out.dtype))
+    return dw
+
+
+@gluon.jit
 def store_part(OUT, dw, column, width, C: gl.constexpr):
     """dw [columns of a stream, columns of W] at OUT [columns of W, width]."""
     layout: gl.constexpr = dw.type.layout
@@ -142,10 +174,8 @@ def gradient_kernel(
     mbarrier.wait(w_ready.index(0), 0)
     step = gl.program_id(0) * 0
     for part in range(first, parts, turns):
-        dw = ()
-        for _ in gl.static_range(N):
-            zero = gl.zeros((COLUMNS, WIDE), gl.float32, layout=thin)
-            dw = dw + (zero,)  # type: ignore[assignment]
+        zeros = gl.zeros((COLUMNS, WIDE), gl.float32, layout=thin)
+        dw = (zeros, zeros, zeros, zeros)
         for tile in range(part * each, gl.minimum(part * each + each, tiles)):
             place = step % STAGES
             if step > 0:
@@ -159,29 +189,14 @@ def gradient_kernel(
             mbarrier.wait(ready.index(place), (step // STAGES) & 1)
             running = ()
             for i in gl.static_range(N):
-                through = through_weights(draw_buffers, w_buffers, place, i, SPLIT, layout)
-                turned = x_buffers[i].index(place).permute((1, 0))
-                sums = warpgroup_mma_init(dw[i])
-                for half in gl.static_range(2):
-                    draw = draw_buffers.index(place * 2 + half)
-                    sums = warpgroup_mma(turned, draw, sums, is_async=True)
+                sums = gradient_of(buffers, w_buffers, dw[i], known, place, i, SPLIT, ADDED, layout)
                 running = running + (sums,)  # type: ignore[assignment]
-                dx = warpgroup_mma_wait(2, deps=[through])  # dW's two go on
-                out = out_buffers[i].index(place if ADDED else 0)
-                if ADDED:
-                    dx += out.load(layout).to(gl.float32)
-                x = x_buffers[i].index(place).load(layout).to(gl.float32)
-                dx -= gl.expand_dims(known[N], 1) * x
-                # Read anew for each stream: it would take the registers of a product.
-                du = du_buffers.index(place).load(layout).to(gl.float32)
-                dx += gl.expand_dims(known[i], 1) * du
-                out.store(dx.to(dtype))
-            dw = warpgroup_mma_wait(0, deps=[running[0], running[1], running[2], running[3]])
+            dw = warpgroup_mma_wait(0, deps=running)
             fence_async_shared()
             gl.thread_barrier()
             for i in gl.static_range(N):
-                out = out_buffers[i].index(place if ADDED else 0)
-                store(dx_desc, [tile * ROWS, i * hidden + column], out)
+                at = [tile * ROWS, i * hidden + column]
+                store(dx_desc, at, out_of(buffers, place, i, ADDED))
             step += 1
         for i in gl.static_range(N):
             begin = PARTS + (gl.cast(part, gl.int64) * (C * N) + i) * hidden
