@@ -22,7 +22,7 @@ from torch.library import wrap_triton
 
 from . import mhc_projection as projection
 from . import mhc_slabs as slabs
-from .dependent import in_turn, launched
+from .dependent import in_turn, launched, wait_for
 from .mhc_coefficients import (
     comb_kernel,
     put_comb,
@@ -48,14 +48,6 @@ def squares(x, total, N: tl.constexpr):
             wide = x[i].to(tl.float32)
         total += wide * wide
     return total
-
-
-@triton.jit
-def wait_for(counter, count):
-    """Until the kernel before, all of whose programs run, has counted so far."""
-    seen = tl.atomic_add(counter, 0, sem="acquire")
-    while seen < count:
-        seen = tl.atomic_add(counter, 0, sem="acquire")
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from inductor_ext.ops import _mhc_backward as backward
 from inductor_ext.ops import _mhc_checks as checks
 from inductor_ext.ops import _mhc_composed as composed
 from inductor_ext.ops._opaque import opaque_op, traced_op
+from inductor_ext.templates import mhc_hopper_launch as boundary
 from inductor_ext.templates import mhc_post as post_kernels
-from inductor_ext.templates import mhc_post_projection_launch as boundary
 from inductor_ext.templates import mhc_pre as pre_kernels
 
 _FAR = 1 << 23
@@ -72,7 +72,7 @@ def _post_pre_of_any_size(
     if not boundary.pays(X):
         X1 = post_kernels.post(X, Y, post, comb)
         return X1, *pre_kernels.pre(X1, W, scale, base, *options, precision, powers)
-    X1, p, done = boundary.partials(X, Y, post, comb, W, precision)
+    X1, p, done = boundary.post_and_partials(X, Y, post, comb, W, precision)
     return X1, *pre_kernels.fuse(
         X1, p, scale, base, *options, powers=powers, done=done, tile=boundary.TOKENS
     )

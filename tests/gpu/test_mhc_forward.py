@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from inductor_ext.templates import mhc_post_projection_launch, mhc_projection
+from inductor_ext.templates import mhc_hopper_launch, mhc_projection
 
 from inductor_ext import measure, ops
 from inductor_ext.ops import _mhc  # noqa: F401  registers the operations
@@ -108,7 +108,7 @@ def test_a_token_has_the_same_bits_among_any_number(n, H, dtype):
         both = torch.ops.inductor_ext.mhc_post_pre(*given, W, scale, base, *V4)
         return [t[:1] for t in (*pre, ops.mhc_post(*given), *both)]
 
-    few, large = mhc_projection.FEW, 1 + mhc_post_projection_launch.LEAST // H
+    few, large = mhc_projection.FEW, 1 + mhc_hopper_launch.LEAST // H
     many = []
     for sizes in ((1, 7, 33, 128, 200, 512, few), (few + 1, 2000), (large, large + 100)):
         if sizes[-1] > 3000:

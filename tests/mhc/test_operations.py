@@ -5,7 +5,7 @@ import functools
 import pytest
 import reference
 import torch
-from inductor_ext.templates import mhc_post_projection_launch as mhc_boundary
+from inductor_ext.templates import mhc_hopper_launch as mhc_boundary
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
