@@ -51,22 +51,11 @@ def in_turn():
 
 
 @gluon.jit
-def wait_for_copies(PENDING: gl.constexpr):
-    """Until all but the last 0 or 4 copies have been written, which ``store_wait`` does not say."""
-    if PENDING == 0:
-        text: gl.constexpr = "cp.async.bulk.wait_group 0; // $0"
-    else:
-        text: gl.constexpr = "cp.async.bulk.wait_group 4; // $0"  # type: ignore[no-redef]
-    gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def count(DONE, tile, PENDING: gl.constexpr):
-    """Count this program among those that have finished a tile: what it stored, and what it copied
-    but for the last PENDING, has been written."""
-    wait_for_copies(PENDING)
-    gl.thread_barrier()
-    gl.atomic_add(DONE + tile, 1, sem="release")
+def wait_for_copies():
+    """Until what was copied out has been written, which ``store_wait`` does not say."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -170,50 +159,47 @@ def post_projection_kernel(
         if early < steps:
             start_post(x_desc, y_desc, buffers, ready, early, first, ranges, column, hidden)
 
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [2, 2], [1, 0])
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    WARPS: gl.constexpr = ROWS // 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS // 2, 2], [1, 0])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDE, 16])
     local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     known = coefficients(POST, COMB, first * ROWS + local, tokens, strides)
-    acc = warpgroup_mma_init(gl.zeros((ROWS, WIDE), gl.float32, layout=sums))
     mbarrier.wait(w_ready.index(0), 0)
     tile = first
     for step in range(0, steps):
         t = tile * ROWS
-        following = coefficients(POST, COMB, t + ranges * ROWS + local, tokens, strides)
         place = step % STAGES
         mbarrier.wait(ready.index(place), (step // STAGES) & 1)
         for piece in gl.static_range(COLUMNS // BLOCK):
             mix(x_buffers, y_buffers, place, piece * BLOCK, known, layout, BLOCK)
-        known = following
-        # What was started in the step before ran meanwhile, and frees its place now.
-        done = warpgroup_mma_wait(0, deps=[acc])
-        tma.store_wait(0)
-        if step > 0:
-            store_sums(P, done, slab, tile - ranges, tokens, C)
         fence_async_shared()
+        if DONE is not None:
+            wait_for_copies()
         gl.thread_barrier()
+        if DONE is not None:
+            if step > 0:
+                gl.atomic_add(DONE + (tile - ranges), 1, sem="release")
         for j in gl.static_range(N):
             store(out_desc, [t, j * hidden + column], x_buffers[j].index(place))
-        acc = warpgroup_mma_init(done)
+        acc = warpgroup_mma_init(gl.zeros((ROWS, WIDE), gl.float32, layout=sums))
         for j in gl.static_range(N):
             for part in gl.static_range(PARTS):
                 w = w_buffers.index(j * PARTS + part).permute((1, 0))
                 acc = warpgroup_mma(
                     x_buffers[j].index(place), w, acc, use_acc=j + part > 0, is_async=True
                 )
-        if step > 0:
-            if step - 1 + STAGES < steps:
-                start_post(
-                    x_desc, y_desc, buffers, ready, step - 1 + STAGES, first, ranges, column, hidden
-                )
-            if DONE is not None:
-                count(DONE, tile - ranges, 4)
+        known = coefficients(POST, COMB, t + ranges * ROWS + local, tokens, strides)
+        total = warpgroup_mma_wait(0, deps=[acc])
+        store_sums(P, total, slab, tile, tokens, C)
+        tma.store_wait(0)
+        gl.thread_barrier()  # every warp's products have been waited for
+        if step + STAGES < steps:
+            start_post(x_desc, y_desc, buffers, ready, step + STAGES, first, ranges, column, hidden)
         tile += ranges
-    done = warpgroup_mma_wait(0, deps=[acc])
-    store_sums(P, done, slab, tile - ranges, tokens, C)
-    tma.store_wait(0)
     if DONE is not None:
-        count(DONE, tile - ranges, 0)
+        wait_for_copies()
+        gl.thread_barrier()
+        gl.atomic_add(DONE + (tile - ranges), 1, sem="release")
 
 
 # --- the gradient ---------------------------------------------------------------------------------
@@ -354,8 +340,8 @@ def gradient_kernel(
                 descs, buffers, ready, early, first + early * turns, column, hidden, ADDED, C
             )
 
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, WIDE // 2, 16])
     local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     mbarrier.wait(w_ready.index(0), 0)
     tile = first
@@ -382,13 +368,15 @@ def gradient_kernel(
                 running = running + (sums,)  # type: ignore[assignment]
             dw = warpgroup_mma_wait(0, deps=running)
             fence_async_shared()
+            if DONE is not None:
+                wait_for_copies()
             gl.thread_barrier()
+            if DONE is not None:
+                if step > 0:
+                    gl.atomic_add(DONE + (tile - turns), 1, sem="release")
             for i in gl.static_range(N):
                 at = [tile * ROWS, i * hidden + column]
                 store(dx_desc, at, out_of(buffers, place, i, ADDED))
-            if DONE is not None:
-                if step > 0:
-                    count(DONE, tile - turns, 4)
             tile += turns
         part = begun // each * turns + first
         for i in gl.static_range(N):
@@ -396,4 +384,6 @@ def gradient_kernel(
             store_part(begin, dw[i], column, N * hidden, C)
     tma.store_wait(0)
     if DONE is not None:
-        count(DONE, tile - turns, 0)
+        wait_for_copies()
+        gl.thread_barrier()
+        gl.atomic_add(DONE + (tile - turns), 1, sem="release")

@@ -15,13 +15,14 @@ from .mhc_projection import FEW, parts_of, weights
 VERSIONS = ("3.6.",)
 STREAMS = 4
 TOKENS, WIDTH = 64, 64  # of a block
+POST_TOKENS = 128
 MOST_COLUMNS = 32  # of W
 LEAST_HIDDEN = 2048
 # Elements of a stream, from which on the card takes longer than the host, which describes tensors
 # to the copy engine.
 LEAST = 1 << 24
 # The tensor cores cut off what does not fit into a sum: a part of dW may not grow longer.
-LONGEST = 4096
+LONGEST = 1024
 
 
 def available() -> bool:
@@ -85,9 +86,9 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _finished(tokens: int, device: torch.device) -> torch.Tensor:
+def _finished(tokens: int, tile: int, device: torch.device) -> torch.Tensor:
     """Zeros for DONE."""
-    return torch.zeros(triton.cdiv(tokens, TOKENS), dtype=torch.int32, device=device)
+    return torch.zeros(triton.cdiv(tokens, tile), dtype=torch.int32, device=device)
 
 
 def post_launch(
@@ -98,14 +99,14 @@ def post_launch(
     [parts columns, n H] in bf16; done: zeros, one per tile of tokens."""
     tokens, n, hidden = x.shape
     slabs = hidden // WIDTH
-    ranges = max(1, min(multiprocessors // slabs, triton.cdiv(tokens, TOKENS)))
-    flat, block = (tokens, n * hidden), [TOKENS, WIDTH]
+    ranges = max(1, min(multiprocessors // slabs, triton.cdiv(tokens, POST_TOKENS)))
+    flat, block = (tokens, n * hidden), [POST_TOKENS, WIDTH]
     arguments = {
         "x_desc": _described(x.view(flat), block), "y_desc": _described(y, block),
         "w_desc": _described(w, [32, WIDTH]), "out_desc": _described(out.view(flat), block),
         "P": p, "POST": gates, "COMB": comb, "DONE": done, "tokens": tokens, "hidden": hidden,
         "ranges": ranges, "strides": (*gates.stride(), *comb.stride()), "C": p.shape[2],
-        "PARTS": parts, "STAGES": 4, "BLOCK": 32, "PDL": True, "num_warps": 4,
+        "PARTS": parts, "STAGES": 2, "BLOCK": 16, "PDL": True, "num_warps": 8, "maxnreg": 168,
     }  # fmt: skip
     return (slabs * ranges,), arguments
 
@@ -119,7 +120,7 @@ def post_and_partials(
     from .mhc_hopper import post_projection_kernel
 
     tokens, _, hidden = x.shape
-    done = _finished(tokens, x.device)
+    done = _finished(tokens, POST_TOKENS, x.device)
     parts = parts_of(x.dtype, w.dtype, precision)
     cut, _ = weights(x.dtype, dense(w), precision, False)
     out = torch.empty_like(x)
@@ -157,7 +158,7 @@ def gradient_launch(
         "COEFFICIENTS": known, "PARTS": sums, "DONE": done, "tokens": tokens, "hidden": hidden,
         "turns": turns, "each": each, "C": columns, "SPLIT": w.shape[0] > 1,
         "ADDED": added is not None, "STAGES": 2 if added is not None else 3,
-        "PDL": done is not None, "num_warps": 4,
+        "PDL": done is not None, "num_warps": 8, "maxnreg": 168,
     }  # fmt: skip
     return (slabs * turns,), arguments
 
@@ -171,7 +172,7 @@ def gradient(
     from .mhc_hopper import gradient_kernel
 
     tokens, device = x.shape[0], x.device
-    done = _finished(tokens, device) if counted else None
+    done = _finished(tokens, TOKENS, device) if counted else None
     dx = torch.empty_like(x)
     w = w[None] if w.dtype == torch.bfloat16 else weights(x.dtype, w, "tf32", False)[0]
     grid, arguments = gradient_launch(

@@ -74,7 +74,7 @@ def _post_pre_of_any_size(
         return X1, *pre_kernels.pre(X1, W, scale, base, *options, precision, powers)
     X1, p, done = boundary.post_and_partials(X, Y, post, comb, W, precision)
     return X1, *pre_kernels.fuse(
-        X1, p, scale, base, *options, powers=powers, done=done, tile=boundary.TOKENS
+        X1, p, scale, base, *options, powers=powers, done=done, tile=boundary.POST_TOKENS
     )
 
 

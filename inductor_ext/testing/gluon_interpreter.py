@@ -25,6 +25,7 @@ import torch
 from inductor_ext.testing.tritonmath import instruction
 
 PATIENCE = 10.0  # seconds
+OPTIONS = ("num_warps", "maxnreg")  # of a launch, which are no arguments
 
 
 class Tile:
@@ -433,7 +434,7 @@ def interpret(
     """Run all programs of a launch one after the other. ``define`` executes the kernel's module
     afresh and returns the kernel; tensors of ``arguments`` become pointers, and objects with
     ``base`` and ``block_shape`` descriptors. ``delay``: seconds before each copy."""
-    names = {n: _argument(v) for n, v in arguments.items() if n != "num_warps"}
+    names = {n: _argument(v) for n, v in arguments.items() if n not in OPTIONS}
     for program in range(programs):
         copies = _Copies(delay)
         try:
