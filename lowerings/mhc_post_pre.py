@@ -1,8 +1,7 @@
 """``mhc_post_pre``: the streams behind a layer and the next layer's input, as one operation.
 
-Where the streams that ``mhc_post`` writes are those that ``mhc_pre`` projects: many tokens of wide
-layers are projected where they are computed. It follows the other two passes and joins their
-operations.
+Where the streams that ``mhc_post`` writes are those that ``mhc_pre`` projects, their gradients from
+both are one sum. It follows the other two passes and joins their operations.
 """
 
 from __future__ import annotations

@@ -22,14 +22,6 @@ def in_turn(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
-def wait_for(counter, count):
-    """Until the kernel before, all of whose programs run, has counted so far."""
-    seen = tl.atomic_add(counter, 0, sem="acquire")
-    while seen < count:
-        seen = tl.atomic_add(counter, 0, sem="acquire")
-
-
 def launched(kernel: Any, wrapped: Any, x: torch.Tensor, grid: Any) -> Callable[..., Any]:
     """``wrapped[grid]`` of a kernel with a parameter PDL, dependent where it is launched directly,
     on a card that can: sm_90 or newer."""

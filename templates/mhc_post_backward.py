@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
-from . import mhc_hopper_launch
-from .dependent import launched, wait_for
 from .mhc_pre_backward import columns_tile, over_columns
 
 
@@ -39,14 +37,10 @@ def store_columns(at, c, hidden, value, EVEN: tl.constexpr):
 
 @triton.jit
 def post_backward_kernel(
-    X, Y, POST, COMB, DX1, DONE, DX, DY, DPOST, DCOMB, tokens, hidden, slabs, comb_t, comb_i,
-    comb_j, N: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr,
-    HIDDEN_OF: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    X, Y, POST, COMB, DX1, DX, DY, DPOST, DCOMB, tokens, hidden, comb_t, comb_i, comb_j,
+    N: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr,
+    HIDDEN_OF: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    if TILE > 0:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-        wait_for(DONE + tl.program_id(0) // (TILE * (N // ROWS)), slabs)
     BLOCK: tl.constexpr = THREADS * E
     hidden = hidden // HIDDEN_OF * HIDDEN_OF  # what masks and rows are made of, by its divisor
     GROUPS: tl.constexpr = N // ROWS
@@ -87,24 +81,14 @@ def post_backward_kernel(
         if group == 0:
             value = tl.sum(tl.sum(dpost[j], 1), 0)
             tl.store(DPOST + t * N + j, value.to(DPOST.dtype.element_ty))
-    if TILE > 0 and PDL:
-        if t == tokens - 1:  # who waits for this kernel has waited for the one before
-            tl.extra.cuda.gdc_wait()
 
 
 def backward(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    dx1: torch.Tensor,
-    done: torch.Tensor | None = None,
-    tile: int = 0,
+    x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, dx1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dX, dY, dpost, dcomb) of X, dX1 [T, n, H], Y [T, H], post [T, n], comb [T, n, n].
 
-    In the dtypes of X, Y, post and comb; all contiguous but comb, which has any strides. ``done``
-    counts, per tile of ``tile`` tokens, the slabs of dX1 that the kernel before has finished.
+    In the dtypes of X, Y, post and comb; all contiguous but comb, which has any strides.
     """
     tokens, n, hidden = x.shape
     dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
@@ -113,14 +97,8 @@ def backward(
     dcomb = torch.empty((tokens, n, n), dtype=comb.dtype, device=x.device)
     options: dict[str, Any] = columns_tile(hidden, x.element_size())
     rows = min(n, 4)
-    grid = (tokens * (n // rows),)
-    launch: Any = wrap_triton(post_backward_kernel)[grid]
-    if tile:
-        launch = launched(post_backward_kernel, wrap_triton(post_backward_kernel), x, grid)
-    else:
-        options["PDL"] = False
-    launch(
-        x, y, post, comb, dx1, dx1 if done is None else done, dx, dy, dpost, dcomb, tokens, hidden,
-        hidden // mhc_hopper_launch.WIDTH, *comb.stride(), N=n, ROWS=rows, TILE=tile, **options,
+    wrap_triton(post_backward_kernel)[(tokens * (n // rows),)](
+        x, y, post, comb, dx1, dx, dy, dpost, dcomb, tokens, hidden, *comb.stride(),
+        N=n, ROWS=rows, **options,
     )  # fmt: skip
     return dx, dy, dpost, dcomb

@@ -22,7 +22,7 @@ from torch.library import wrap_triton
 
 from . import mhc_projection as projection
 from . import mhc_slabs as slabs
-from .dependent import in_turn, launched, wait_for
+from .dependent import in_turn, launched
 from .mhc_coefficients import (
     comb_kernel,
     put_comb,
@@ -52,18 +52,14 @@ def squares(x, total, N: tl.constexpr):
 
 @triton.jit
 def fuse_kernel(
-    X, P, DONE, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
+    X, P, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
     tokens, hidden, x_token, x_stream, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
     N: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr, POWERS: tl.constexpr,
-    INSIDE: tl.constexpr, TILE: tl.constexpr, CP: tl.constexpr, S: tl.constexpr,
+    INSIDE: tl.constexpr, CP: tl.constexpr, S: tl.constexpr,
     LOG: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr,
     HELD: tl.constexpr, STREAM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if TILE > 0:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-        wait_for(DONE + tl.program_id(0) // TILE, S)
-    elif not EARLY:
+    if not EARLY:
         in_turn(PDL)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
     x_token, x_stream = x_token // STRIDE_OF * STRIDE_OF, x_stream // STRIDE_OF * STRIDE_OF
@@ -81,7 +77,7 @@ def fuse_kernel(
     for k in tl.static_range(HELD):
         here = h + k * BLOCK < hidden
         held = held + (load_streams(at, x_stream, h + k * BLOCK, here, N),)
-    if EARLY and TILE == 0:
+    if EARLY:
         in_turn(PDL)
     column = tl.arange(0, CP)
     used = column < C
@@ -136,9 +132,6 @@ def fuse_kernel(
             for first in range(HELD * BLOCK, hidden, BLOCK):
                 x = load_streams(at, x_stream, h + first, h + first < hidden, N)
                 put_input(row, h + first, x, gates, h + first < hidden, N)
-    if TILE > 0 and PDL:
-        if pid == tokens - 1:  # who waits for this kernel has waited for the one before
-            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -176,12 +169,11 @@ def fuse(
     x: torch.Tensor, p: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
     chosen: dict[str, Any] | None = None, early: bool = False,
-    powers: bool = False, done: torch.Tensor | None = None, tile: int = 0,
+    powers: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns]; (U, mixes, sqrsum) where
     base has n elements, those of the pre gates. ``early`` where the kernel before is the
-    projection, which waited for all that wrote X: it need not be waited for to read it. ``done``
-    counts, per tile of ``tile`` tokens, the partials that the kernel before has finished, X too."""
+    projection, which waited for all that wrote X: it need not be waited for to read it."""
     tokens, n, hidden = x.shape
     s, columns = p.shape[0], p.shape[2]
     head = base.shape[0] == n
@@ -190,15 +182,15 @@ def fuse(
     u, *coefficients, mixes, sqrsum = out
     post, comb = (mixes, mixes) if head else coefficients
     few = isinstance(tokens, int) and tokens <= FEW
-    if x.dtype == torch.bfloat16 and n <= 4 and (s <= 16 or tile) and stride_divisor(x) == 8:
+    if x.dtype == torch.bfloat16 and n <= 4 and s <= 16 and stride_divisor(x) == 8:
         chosen = {"maxnreg": 80} | chosen  # three programs of 8 warps on a multiprocessor
     if isinstance(tokens, int) and tokens == 0:
         return out
     inside = few and not head
     launched(fuse_kernel, wrap_triton(fuse_kernel), x, (2 * tokens if inside else tokens,))(
-        x, p, p if done is None else done, scale, base, u, post, comb, mixes, sqrsum, tokens,
+        x, p, scale, base, u, post, comb, mixes, sqrsum, tokens,
         hidden, x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-        N=n, C=columns, HEAD=head, POWERS=powers, INSIDE=inside, EARLY=early, TILE=tile,
+        N=n, C=columns, HEAD=head, POWERS=powers, INSIDE=inside, EARLY=early,
         CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
         H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
     )  # fmt: skip

@@ -22,12 +22,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import in_aot_mode, under_functorch
+from inductor_ext.compat import under_functorch
 from inductor_ext.ops._composed import wide
 from inductor_ext.ops._mhc_composed import shares, without_autocast
-from inductor_ext.ops._opaque import opaque_op, traced_op
+from inductor_ext.ops._opaque import traced_op
 from inductor_ext.ops._rows import is_zero
-from inductor_ext.templates import mhc_hopper_launch as boundary
 from inductor_ext.templates import mhc_post_backward as post_kernels
 from inductor_ext.templates import mhc_pre_backward as pre_kernels
 from inductor_ext.templates import mhc_sinkhorn_backward as sinkhorn_kernels
@@ -46,51 +45,14 @@ def shapes_apply(X: Tensor) -> bool:
     return not under_functorch() and not is_zero(X.numel())
 
 
-@opaque_op("inductor_ext::mhc_pre_backward_of_any_size")
-def _pre_of_any_size(
-    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
-    dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None, iters: int, rms_eps: float,
-    pre_eps: float, sinkhorn_eps: float, post_mult: float, powers: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of a pre or a collapse; no tracer knows the kernel for many tokens."""
-    given = X, W, scale, base, mixes, sqrsum, None, dU, dpost, dcomb
-    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult, powers
-    if not boundary.pays(X):
-        return pre_kernels.backward(*given, *options)
-    dX, parts, sums, _ = pre_kernels.copied(*given, *options)
-    return dX, *pre_kernels.finish(parts, sums, X.shape[1], W, scale, base)
-
-
-@_pre_of_any_size.register_fake
-def _(
-    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
-    dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None, iters: int, rms_eps: float,
-    pre_eps: float, sinkhorn_eps: float, post_mult: float, powers: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(torch.empty_like(t) for t in (X, W, scale, base))
-
-
-def _copied(X: Tensor, W: Tensor, dU: Grad) -> bool:
-    """Whether Hopper's kernels may compute the gradient of a pre of X [T, n, H]."""
-    many = not isinstance(X.shape[0], int) or boundary.pays(X)
-    return many and not in_aot_mode() and boundary.applies(X, dU, W)
-
-
-def _by_pre(X: Tensor, W: Tensor, *given: Any) -> Any:
-    """What ``pre_kernels.backward`` gives of X [T, n, H]."""
-    if _copied(X, W, given[4]):
-        return _pre_of_any_size(X, W, *given)
-    return pre_kernels.backward(X, W, *given[:4], None, *given[4:])
-
-
 @traced_op("inductor_ext::mhc_pre_backward")
 def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
     dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None, iters: int, rms_eps: float,
     pre_eps: float, sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _by_pre(
-        X, W, scale, base, mixes, sqrsum, dU, dpost, dcomb, iters, rms_eps, pre_eps,
+    return pre_kernels.backward(
+        X, W, scale, base, mixes, sqrsum, None, dU, dpost, dcomb, iters, rms_eps, pre_eps,
         sinkhorn_eps, post_mult, powers,
     )  # fmt: skip
 
@@ -102,39 +64,6 @@ def _post(
     return post_kernels.backward(X, Y, post, comb, dX1)
 
 
-@opaque_op("inductor_ext::mhc_post_pre_backward_of_any_size")
-def _post_pre_of_any_size(
-    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, X1: Tensor, W: Tensor, scale: Tensor,
-    base: Tensor, mixes1: Tensor, sqrsum1: Tensor, dX1: Tensor | None, dU: Tensor | None,
-    dpost1: Tensor | None, dcomb1: Tensor | None, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float, powers: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As ``mhc_post_pre_backward``, likewise: post's gradient runs beside pre's."""
-    given = X1, W, scale, base, mixes1, sqrsum1, dX1, dU, dpost1, dcomb1
-    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult, powers
-    if not boundary.pays(X1):
-        total, *rest = pre_kernels.backward(*given, *options)
-        return *post_kernels.backward(X, Y, post, comb, total), *rest
-    total, parts, sums, done = pre_kernels.copied(*given, *options, counted=True)
-    found = post_kernels.backward(X, Y, post, comb, total, done, boundary.TOKENS)
-    return *found, *pre_kernels.finish(parts, sums, X.shape[1], W, scale, base)
-
-
-@_post_pre_of_any_size.register_fake
-def _(
-    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, X1: Tensor, W: Tensor, scale: Tensor,
-    base: Tensor, mixes1: Tensor, sqrsum1: Tensor, dX1: Tensor | None, dU: Tensor | None,
-    dpost1: Tensor | None, dcomb1: Tensor | None, iters: int, rms_eps: float, pre_eps: float,
-    sinkhorn_eps: float, post_mult: float, powers: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dcomb = torch.empty(comb.shape, dtype=comb.dtype, device=comb.device)
-    return (
-        *(torch.empty_like(t) for t in (X, Y, post)),
-        dcomb,
-        *map(torch.empty_like, (W, scale, base)),
-    )
-
-
 @traced_op("inductor_ext::mhc_post_pre_backward")
 def _post_pre(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, X1: Tensor, W: Tensor, scale: Tensor,
@@ -142,11 +71,10 @@ def _post_pre(
     dpost1: Tensor | None, dcomb1: Tensor | None, iters: int, rms_eps: float, pre_eps: float,
     sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    given = X1, W, scale, base, mixes1, sqrsum1, dX1, dU, dpost1, dcomb1
-    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult, powers
-    if _copied(X1, W, dU):
-        return _post_pre_of_any_size(X, Y, post, comb, *given, *options)
-    total, *rest = pre_kernels.backward(*given, *options)
+    total, *rest = pre_kernels.backward(
+        X1, W, scale, base, mixes1, sqrsum1, dX1, dU, dpost1, dcomb1, iters, rms_eps, pre_eps,
+        sinkhorn_eps, post_mult, powers,
+    )  # fmt: skip
     return *post_kernels.backward(X, Y, post, comb, total), *rest
 
 
@@ -156,8 +84,8 @@ def _collapse(
     dU: Tensor | None, dmixes: Tensor | None, dsqrsum: Tensor | None, rms_eps: float,
     pre_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _by_pre(
-        X, W, scale, base, mixes, sqrsum, dU, dmixes, dsqrsum, 1, rms_eps, pre_eps, 0.0, 1.0
+    return pre_kernels.backward(
+        X, W, scale, base, mixes, sqrsum, None, dU, dmixes, dsqrsum, 1, rms_eps, pre_eps, 0.0, 1.0
     )
 
 

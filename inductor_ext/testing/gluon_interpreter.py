@@ -25,7 +25,6 @@ import torch
 from inductor_ext.testing.tritonmath import instruction
 
 PATIENCE = 10.0  # seconds
-OPTIONS = ("num_warps", "maxnreg")  # of a launch, which are no arguments
 
 
 class Tile:
@@ -142,9 +141,6 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         return Shared(self.memory.view(*shape))
 
-    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.memory.narrow(dim, start, length))
-
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.permute(*order))
 
@@ -208,9 +204,9 @@ def _load(pointer: Pointer, mask: Tile | None = None, other: float = 0) -> Any:
     return Int(value) if isinstance(value, int) else value
 
 
-def _atomic_add(pointer: Pointer, value: int, sem: str | None = None) -> int:
-    before = int(pointer.flat[pointer.offset])
-    pointer.flat[pointer.offset] += value
+def _atomic_add(pointer: Pointer, value: int) -> int:
+    before = int(pointer.flat[0])
+    pointer.flat[0] += value
     return Int(before)
 
 
@@ -232,8 +228,6 @@ def _mma_wait(outstanding: int, deps: Sequence[Tile]) -> Any:
 
 
 def _asm(text: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, **_: Any) -> Any:
-    if text.startswith(("griddepcontrol", "cp.async.bulk.wait_group")):
-        return Int(0)  # programs run one after another, and copies out are done when started
     packs = {"cvt.rn.bf16x2.f32 $0, $2, $1;": torch.bfloat16}
     packs["cvt.rn.f16x2.f32 $0, $2, $1;"] = torch.float16
     if text in packs:
@@ -292,8 +286,6 @@ class _Language(ModuleType):
             minimum=_lifted(_either(torch.minimum, min)),
             maximum=_lifted(_either(torch.maximum, max)),
             where=_lifted(_where),
-            fma=_lifted(lambda x, y, z: torch.addcmul(z.double(), x.double(), y.double()).float()),
-            thread_barrier=lambda: None,
             exp2=_lifted(lambda x: torch.exp2(x) if torch.is_tensor(x) else 2.0**x),
             log2=_lifted(torch.log2),
             **{n: _lifted(getattr(torch, n)) for n in ("abs", "exp", "log", "sqrt", "zeros_like")},
@@ -383,7 +375,6 @@ def _standing_in(language: ModuleType, copies: _Copies) -> Iterator[None]:
         ),
         "tma": copies,
         "warpgroup_mma": _mma,
-        "warpgroup_mma_init": lambda x: x,
         "warpgroup_mma_wait": _mma_wait,
     }
     root = "triton.experimental.gluon"
@@ -434,7 +425,7 @@ def interpret(
     """Run all programs of a launch one after the other. ``define`` executes the kernel's module
     afresh and returns the kernel; tensors of ``arguments`` become pointers, and objects with
     ``base`` and ``block_shape`` descriptors. ``delay``: seconds before each copy."""
-    names = {n: _argument(v) for n, v in arguments.items() if n not in OPTIONS}
+    names = {n: _argument(v) for n, v in arguments.items() if n != "num_warps"}
     for program in range(programs):
         copies = _Copies(delay)
         try:

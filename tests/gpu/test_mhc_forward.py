@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from inductor_ext.templates import mhc_hopper_launch, mhc_projection
+from inductor_ext.templates import mhc_projection
 
 from inductor_ext import measure, ops
 from inductor_ext.ops import _mhc  # noqa: F401  registers the operations
@@ -94,7 +94,7 @@ def test_a_projection_that_fills_the_card_is_exact(H):
     mixes, sqrsum = u @ w.T, u.square().sum(-1)
     for _ in range(10):
         *_, mine, squares = torch.ops.inductor_ext.mhc_pre(X, W, scale, base, *V4)
-        assert (mine - mixes).norm() <= 1e-5 * mixes.norm()
+        assert (mine - mixes).norm() <= 3e-6 * mixes.norm()
         assert (squares - sqrsum).abs().max() <= 1e-5 * sqrsum.max()
 
 
@@ -106,19 +106,13 @@ def test_a_token_has_the_same_bits_among_any_number(n, H, dtype):
         pre = torch.ops.inductor_ext.mhc_pre(X[part], W, scale, base, *V4)
         given = X[part], Y[part], post[part], comb[part]
         both = torch.ops.inductor_ext.mhc_post_pre(*given, W, scale, base, *V4)
-        return [t[:1] for t in (*pre, ops.mhc_post(*given), *both)]
+        return [t[:1] for t in (*pre, *both, ops.mhc_post(*given))]
 
-    few, large = mhc_projection.FEW, 1 + mhc_hopper_launch.LEAST // H
-    many = []
-    for sizes in ((1, 7, 33, 128, 200, 512, few), (few + 1, 2000), (large, large + 100)):
-        if sizes[-1] > 3000:
-            continue
+    few = mhc_projection.FEW
+    for sizes in ((1, 7, 33, 128, 200, 512, few), (few + 1, 2000, 3000)):
         first, *others = (run(slice(1000, 1000 + tokens)) for tokens in sizes)
         for tokens, other in zip(sizes[1:], others, strict=True):
             assert all(map(torch.equal, first, other)), tokens
-        many += [first] if sizes[0] > few else []
-    # Of pre and post there is no third group.
-    assert all(map(torch.equal, many[0][:7], many[-1][:7]))
 
 
 def test_tf32():
