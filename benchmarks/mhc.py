@@ -9,7 +9,6 @@ Columns
   liger                          liger-kernel in a process of its own, given ``--liger-seconds``
   ours                           inductor_ext.ops, called as they are
   plugin                         torch.compile of the eager column's code, with the plugin
-  plugin_fused                   the same, post and the next pre in one operation (only if named)
 
 Stages: pre (gates and layer input), post (next residual), post_pre (post and the next layer's pre),
 kronecker (KromHC's pre), the same with _bwd (of a kept graph), chain and chain_both (four layers,
@@ -44,7 +43,7 @@ from benchmarks.mhc_report import FIELDS, merge, write
 REPEATS, QUICK_REPEATS = 15, 7
 LEAST_US, MOST_US = 500.0, 1e6  # of one replay; of all replays of a column
 CHAINED_TOKENS = 64  # up to so many, latency is told as well
-CHAINED = ("ours", "plugin", "plugin_fused", "compile")
+CHAINED = ("ours", "plugin", "compile")
 OFF_BY_DESIGN = {"liger": 2e-2}  # relative error of another Sinkhorn and of W in bf16
 
 # --- measurement ----------------------------------------------------------------------------------

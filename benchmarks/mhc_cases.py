@@ -19,12 +19,10 @@ from benchmarks import common
 
 DEVICE = "cuda"
 N, LAYERS, RANK = 4, 4, 64
-COLUMNS = ("eager", "compile", "max_autotune", "liger", "ours", "plugin", "plugin_fused")
+COLUMNS = ("eager", "compile", "max_autotune", "liger", "ours", "plugin")
 DEFAULT_COLUMNS = ("ours", "eager", "plugin", "compile")
 STOCK = ("eager", "compile", "max_autotune")
-LOWERINGS = {
-    "plugin": ("mhc_pre", "mhc_post"), "plugin_fused": ("mhc_pre", "mhc_post", "mhc_post_pre")
-}  # fmt: skip
+LOWERINGS = ("mhc_pre", "mhc_post", "mhc_post_pre")
 TOKENS = (4096, 1, 8192, 64, 16384, 8, 1024, 256)  # the most telling first
 HIDDEN = (7168, 4096)
 QUICK_TOKENS, QUICK_HIDDEN = (4096, 1), (7168,)
@@ -114,7 +112,7 @@ def passes(cases: Sequence[Case], columns: Sequence[str]) -> list[tuple[Case, tu
         tuple(c for c in columns if c in group)
         for group in (
             ("ours", "eager"),
-            ("plugin", "compile", "plugin_fused"),
+            ("plugin", "compile"),
             ("max_autotune",),
             ("liger",),
         )
@@ -320,7 +318,7 @@ def setting(column: str) -> Iterator[None]:
 
     with (
         inductor_ext.disable(),
-        inductor_ext.enable(*own) if (own := LOWERINGS.get(column)) else contextlib.nullcontext(),
+        inductor_ext.enable(*LOWERINGS) if column == "plugin" else contextlib.nullcontext(),
         torch.autograd.set_multithreading_enabled(False),  # a capture sees one thread
     ):
         yield

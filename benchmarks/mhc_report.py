@@ -13,7 +13,7 @@ from benchmarks import common
 from benchmarks import mhc_cases as cases_of
 from benchmarks.mhc_cases import COLUMNS, STAGES, Case
 
-MINE = ("ours", "plugin", "plugin_fused")
+MINE = ("ours", "plugin")
 KEYS = ("stage", "tokens", "hidden", "column")
 FIELDS = [*KEYS, "bytes", "us", "net_us", "percent", "chain_us", "first_call_s", "check", "failure"]
 

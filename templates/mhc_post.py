@@ -65,11 +65,9 @@ def load_coefficients(POST, COMB, t, post_token, post_stream, comb_token, comb_i
 
 @triton.jit
 def post_kernel(
-    X, Y, POST, COMB, OUT, Q, tokens, hidden, slabs, x_token, x_stream, y_token, post_token,
+    X, Y, POST, COMB, OUT, hidden, slabs, x_token, x_stream, y_token, post_token,
     post_stream, comb_token, comb_in, comb_out, N: tl.constexpr, H_OF: tl.constexpr,
-    STRIDE_OF: tl.constexpr,
-    Y_OF: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    STRIDE_OF: tl.constexpr, Y_OF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
@@ -86,16 +84,8 @@ def post_kernel(
     )
     out = mixed(wide(x, N), y.to(tl.float32), post, comb, N)
     at = OUT + far * (N * hidden) + h
-    total = tl.zeros([BLOCK // 8], tl.float32)
     for j in tl.static_range(N):
-        rounded = out[j].to(OUT.dtype.element_ty)
-        tl.store(at + j * hidden, rounded, mask=here)
-        if SQUARES:
-            squares = rounded.to(tl.float32) * rounded.to(tl.float32)
-            total += tl.sum(tl.reshape(squares, (BLOCK // 8, 8)), 1)
-    if SQUARES:
-        slab = tl.cast(tokens, tl.int64) * (tl.program_id(0) % slabs)
-        tl.store(Q + slab + t, tl.sum(total, 0))
+        tl.store(at + j * hidden, out[j].to(OUT.dtype.element_ty), mask=here)
 
 
 @tunable("mhc_post", "post", "tokens hidden", scaled="BLOCK", warps="num_warps")
@@ -106,30 +96,18 @@ def tile(n: int, itemsize: int) -> dict[str, Any]:
 
 def post(
     x: torch.Tensor, y: torch.Tensor, gates: torch.Tensor, comb: torch.Tensor,
-    chosen: dict[str, Any] | None = None, q: torch.Tensor | None = None,
+    chosen: dict[str, Any] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """X' [T, n, H] of x [T, n, H], y [T, H], their last dimensions dense, gates [T, n] and comb
-    [T, n, n] of any strides; q from ``squares_of`` gets the sums of its squares."""
+    [T, n, n] of any strides."""
     tokens, n, hidden = x.shape
     out = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)
-    # Sums of squares have the same bits for any number of tokens.
-    if chosen is None and q is not None:
-        chosen = tile.rule(n, x.element_size())
     chosen = chosen or tile(n, x.element_size(), tokens=tokens, hidden=hidden)
     slabs = (hidden + chosen["BLOCK"] - 1) // chosen["BLOCK"]
     if not isinstance(tokens, int) or tokens:
         launched(post_kernel, wrap_triton(post_kernel), x, (tokens * slabs,))(
-            x, y, gates, comb, out, out if q is None else q, tokens, hidden, slabs, x.stride(0),
-            x.stride(1), y.stride(0), *gates.stride(), *comb.stride(), N=n,
-            H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x),
-            Y_OF=divisor(y.stride(0), y.element_size()), SQUARES=q is not None, **chosen,
+            x, y, gates, comb, out, hidden, slabs, x.stride(0), x.stride(1), y.stride(0),
+            *gates.stride(), *comb.stride(), N=n, H_OF=divisor(hidden, x.element_size()),
+            STRIDE_OF=stride_divisor(x), Y_OF=divisor(y.stride(0), y.element_size()), **chosen,
         )  # fmt: skip
     return out
-
-
-def squares_of(x: torch.Tensor, chosen: dict[str, Any] | None = None) -> torch.Tensor:
-    """Memory for the sums of squares of X', [slabs, T]."""
-    tokens, n, hidden = x.shape
-    chosen = chosen or tile.rule(n, x.element_size())
-    slabs = (hidden + chosen["BLOCK"] - 1) // chosen["BLOCK"]
-    return torch.empty((slabs, tokens), dtype=torch.float32, device=x.device)

@@ -55,9 +55,9 @@ def fuse_kernel(
     X, P, SCALE, BASE, U, POST, COMB, MIXES, SQRSUM,
     tokens, hidden, x_token, x_stream, iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
     N: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr, POWERS: tl.constexpr,
-    INSIDE: tl.constexpr, CP: tl.constexpr, S: tl.constexpr, LOG: tl.constexpr, H_OF: tl.constexpr,
-    STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    INSIDE: tl.constexpr, CP: tl.constexpr, S: tl.constexpr,
+    LOG: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr,
+    HELD: tl.constexpr, STREAM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         in_turn(PDL)
@@ -188,8 +188,8 @@ def fuse(
         return out
     inside = few and not head
     launched(fuse_kernel, wrap_triton(fuse_kernel), x, (2 * tokens if inside else tokens,))(
-        x, p, scale, base, u, post, comb, mixes, sqrsum, tokens, hidden,
-        x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
+        x, p, scale, base, u, post, comb, mixes, sqrsum, tokens,
+        hidden, x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
         N=n, C=columns, HEAD=head, POWERS=powers, INSIDE=inside, EARLY=early,
         CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
         H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
@@ -205,16 +205,13 @@ def fuse(
 def pre(
     x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, precision: str,
-    q: torch.Tensor | None = None, powers: bool = False,
+    powers: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(U, post, comb, mixes, sqrsum) of x [T, n, H], last dimension dense; q [S, T]: partial sums
-    of its squares, if somebody has them."""
+    """(U, post, comb, mixes, sqrsum) of x [T, n, H], last dimension dense."""
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     scale, base = dense(scale), dense(base)
     p = projection.partials(x, dense(w), precision)
-    if q is None:
-        return fuse(x, p, scale, base, *options, early=True, powers=powers)
-    return slabs.fuse(x, p, q, scale, base, *options, powers=powers)
+    return fuse(x, p, scale, base, *options, early=True, powers=powers)
 
 
 def from_mixes(

@@ -391,21 +391,9 @@ def backward(
     tokens, n, hidden = x.shape
     m = w.shape[0]
     draw, coefficients, sums = slopes(
-        x,
-        scale,
-        base,
-        mixes,
-        sqrsum,
-        du,
-        dpost,
-        dcomb,
-        iters,
-        rms_eps,
-        pre_eps,
-        eps,
-        post_mult,
+        x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult,
         powers,
-    )
+    )  # fmt: skip
     chosen = chosen or tile(n, hidden, x.dtype, tokens=tokens)
     ranges, length = ranges_of(tokens, chosen.ranges, chosen.tokens)
     dx = torch.empty((tokens, n, hidden), dtype=x.dtype, device=x.device)

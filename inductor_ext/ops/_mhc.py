@@ -26,9 +26,7 @@ from inductor_ext.ops import _mhc_composed as composed
 from inductor_ext.ops._opaque import opaque_op, traced_op
 from inductor_ext.templates import mhc_post as post_kernels
 from inductor_ext.templates import mhc_pre as pre_kernels
-from inductor_ext.templates.mhc_projection import FEW
 
-MANY = FEW  # tokens, beyond which post sums the squares that pre needs
 _FAR = 1 << 23
 
 
@@ -81,12 +79,12 @@ def _(
     return pre_kernels.results(X, W.shape[0], head=True)
 
 
-def _pre_of(X: Tensor, squares: Tensor | None, powers: bool, *given: Any) -> Any:
+def _pre_of(X: Tensor, powers: bool, *given: Any) -> Any:
     """(U, post, comb, mixes, sqrsum) of X [T, n, H] by kernels."""
     if not isinstance(X.shape[0], int):
         return _pre_of_any_size(X, *given, float32_precision(), powers)
     with _launching(X):
-        return pre_kernels.pre(X, *given, float32_precision(), squares, powers)
+        return pre_kernels.pre(X, *given, float32_precision(), powers)
 
 
 @traced_op("inductor_ext::mhc_pre")
@@ -98,7 +96,7 @@ def _pre(
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
     if not kernels_apply(X):
         return composed.pre(X, W, scale, base, *options, powers)
-    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), None, powers, W, scale, base, *options))
+    return _leading(X.shape[:-2], _pre_of(_tokens(X, 2), powers, W, scale, base, *options))
 
 
 @traced_op("inductor_ext::mhc_pre_from_mixes")
@@ -137,14 +135,9 @@ def _post_pre(
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options, powers)
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
-    # One pass that projects X' where it is computed is slower on an H200: a tile of tokens of all
-    # streams, beside what a product needs, leaves too few programs on a multiprocessor.
-    tokens = operands[0].shape[0]
-    many = isinstance(tokens, int) and tokens > MANY
     with _launching(X):
-        q = post_kernels.squares_of(operands[0]) if many else None
-        X1 = post_kernels.post(*operands, q=q)
-    found = _pre_of(X1, q, powers, W, scale, base, *options)
+        X1 = post_kernels.post(*operands)
+    found = _pre_of(X1, powers, W, scale, base, *options)
     return X1.reshape(X.shape), *_leading(X.shape[:-2], found)
 
 

@@ -94,7 +94,7 @@ def test_a_projection_that_fills_the_card_is_exact(H):
     mixes, sqrsum = u @ w.T, u.square().sum(-1)
     for _ in range(10):
         *_, mine, squares = torch.ops.inductor_ext.mhc_pre(X, W, scale, base, *V4)
-        assert (mine - mixes).norm() <= 1e-5 * mixes.norm()
+        assert (mine - mixes).norm() <= 3e-6 * mixes.norm()
         assert (squares - sqrsum).abs().max() <= 1e-5 * sqrsum.max()
 
 

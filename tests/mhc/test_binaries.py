@@ -68,20 +68,13 @@ def test_post(n, dtype):
     assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
 
 
-def test_post_with_squares_and_slabs():
+def test_slabs():
     T, n, H = 4096, 4, 7168
-    x, y = meta(T, n, H, dtype=BF16), meta(T, H, dtype=BF16)
-    q = mhc_post.squares_of(x)
-    _, scale, base = weights(n, H)
-
-    def run():
-        mhc_post.post(x, y, meta(T, n), meta(T, n, n), q=q)
-        mhc_slabs.fuse(x, meta(8, T, 24), q, scale, base, *V4)
-
-    found = binaries(run)
-    for kernel in found.values():
-        assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
-    assert found["post_kernel"].registers <= 168 and found["slab_kernel"].registers <= 80
+    x, (_, scale, base) = meta(T, n, H, dtype=BF16), weights(n, H)
+    run = lambda: mhc_slabs.fuse(x, meta(8, T, 24), meta(8, T), scale, base, *V4)  # noqa: E731
+    (kernel,) = binaries(run).values()
+    assert kernel.spills == 0 and kernel.widest_load == kernel.widest_store == 16
+    assert kernel.registers <= 80
 
 
 def test_projection_of_eight_streams():

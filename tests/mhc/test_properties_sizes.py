@@ -37,8 +37,8 @@ def launches(tokens, n, hidden, dtype):
     return {
         "pre": lambda: mhc_pre.pre(x, w, scale, base, *OPTIONS, "ieee"),
         "collapse": lambda: mhc_pre.collapse(x, w, scale[:1], base[:n], 1e-6, 1e-6, "ieee"),
-        "pre with squares": lambda: mhc_pre.pre(
-            x, w, scale, base, *OPTIONS, "ieee", q=sqrsum[None]
+        "from mixes": lambda: mhc_pre.from_mixes(
+            mixes[None], sqrsum[None], x, scale, base, *OPTIONS
         ),
         "sinkhorn": lambda: mhc_pre.sinkhorn(comb, 2, 1e-6),
         "post": lambda: mhc_post.post(x, y, post, comb.transpose(1, 2)),

@@ -1,4 +1,4 @@
-"""Shared: every mHC lowering is on, attention off, and a failure inside one is an error."""
+"""Shared: attention is off, and a failure inside a lowering is an error."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,5 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 def clean_setting(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(mhc_post, "LEAST_BYTES", 0)
-    names = ("mhc_pre", "mhc_post", "mhc_post_pre")
-    strict = inductor_ext.config.patch(strict=True)
-    with strict, inductor_ext.enable(*names), inductor_ext.disable("attention"):
+    with inductor_ext.config.patch(strict=True), inductor_ext.disable("attention"):
         yield
