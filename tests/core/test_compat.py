@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,19 @@ def test_sizes_without_a_graph():
     assert compat.statically_divisible(48, 16) and not compat.statically_divisible(49, 16)
     assert not compat.has_unbacked([7, sympy.Integer(7), sympy.Symbol("s0")])
     assert compat.exceeds_int32(2**16, 2**15) and not compat.exceeds_int32(2**16, 2**15 - 1)
+
+
+def test_settings_are_those_of_every_thread():
+    from inductor_ext import config
+
+    heard, there = [], []
+    config.on_change(lambda: heard.append(config.pdl))
+    with config.patch(pdl=False):
+        thread = threading.Thread(target=lambda: there.append(config.pdl))
+        thread.start(), thread.join()
+    assert there == [False] and heard == [False, True] and config.pdl
+    with pytest.raises(AttributeError, match="pld does not exist"):
+        config.pld = True
 
 
 def test_config_values():

@@ -6,6 +6,7 @@ Its "kernel" is torch code that takes the tiling it was given; only times are ma
 import dataclasses
 import itertools
 import json
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import inductor_ext
 from inductor_ext import (
     active_plan,
     choosing,
+    config,
     plan_file,
     planned_launches,
     registry,
@@ -176,6 +178,20 @@ def test_a_plan_chooses_by_the_sizes_and_explain_says_so(plan):
     assert explained["not"].source == HEURISTIC
     assert explained["not"].reason.startswith("not in the plan: rows=600 lies in none of its range")
     assert "launch test" in str(inductor_ext.explain(lambda x: doubled(x), x))
+
+
+def test_switching_the_shipped_plan_is_seen_by_launches_of_every_thread(plan, monkeypatch):
+    card = active_plan.compat.card_name
+    monkeypatch.setattr(active_plan.compat, "card_name", lambda: card() or plan.card)
+    shipped = active_plan.Loaded(plan, "a file", False)
+    monkeypatch.setattr(active_plan, "shipped", lambda card: shipped)
+    x = torch.randn(300, 8, requires_grad=True)
+    for on in (False, True, False):
+        with config.patch(shipped_plan=on):
+            (3 * doubled(x)).sum().backward()  # 300 rows of 8 columns, 300 of 4
+            thread = threading.Thread(target=doubled, args=(x,))
+            thread.start(), thread.join()
+    assert [one.block for one in launched] == [64, 64, 64, 128, 64, 128, 64, 64, 64]
 
 
 def test_a_plan_is_part_of_the_cache_key(plan):
