@@ -42,9 +42,13 @@ def tiling(columns, dtype):
 
 
 launched = []
+meanwhile = []  # what another thread does while an operation runs
 
 
 def run(x, factor):
+    if meanwhile:
+        thread = threading.Thread(target=meanwhile.pop())
+        thread.start(), thread.join()
     chosen = tiling(x.shape[1], x.dtype, rows=x.shape[0])
     launched.append(chosen)
     assert chosen.block != 32, "a candidate that fails"
@@ -142,6 +146,24 @@ def test_a_backward_is_tuned_where_an_argument_has_a_gradient():
     both = tune(fn, torch.randn(16, 8, requires_grad=True))
     columns = [[dict(e.key.sizes)["columns"] for e in p.entries] for p in (forward, both)]
     assert columns == [[8], [8, 4]]
+
+
+def test_tune_and_explain_beside_each_other_see_their_own():
+    """In two threads: neither changes what the other finds, nor what a third one launches."""
+    beside = []
+
+    def aside():
+        beside.append(tilings.watcher.whole)  # what is compiled here is compiled as ever
+        beside.extend(inductor_ext.explain(lambda x: doubled(x), torch.randn(7, 11)).launches)
+        beside.append(launched[-1])
+
+    alone = tune(lambda x: doubled(x), torch.randn(16, 8))
+    meanwhile.append(aside)
+    plan = tune(lambda x: doubled(x), torch.randn(16, 8))
+    assert [(e.key, e.boxes) for e in plan.entries] == [(e.key, e.boxes) for e in alone.entries]
+    whole, explained, launch = beside
+    assert "columns=11 rows=7" in explained.sites and explained.source == HEURISTIC
+    assert not whole and launch == Tiling(64)
 
 
 def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch):
