@@ -127,7 +127,7 @@ def _names(launch):
 @pytest.mark.parametrize("op", [doubled, tripled], ids=["opaque", "traced"])
 def test_ranges_of_a_launch(op):
     def fn(x):
-        return op(x).sum(-1)
+        return op(x)
 
     (entry,) = tune(fn, torch.randn(16, 8)).entries
     assert str(entry.key) == "softmax test float32 any columns=8"
@@ -146,6 +146,22 @@ def test_a_backward_is_tuned_where_an_argument_has_a_gradient():
     both = tune(fn, torch.randn(16, 8, requires_grad=True))
     columns = [[dict(e.key.sizes)["columns"] for e in p.entries] for p in (forward, both)]
     assert columns == [[8], [8, 4]]
+
+
+def test_what_a_program_writes_to_is_not_the_callers():
+    def fn(x, state, pair):
+        state += 1
+        x.mul_(2)
+        pair["a"] -= state[:8]
+        return doubled(x)
+
+    x, state, pair = torch.randn(16, 8), torch.arange(9.0)[1:], {"a": torch.ones(8)}
+    before = x.clone(), state.clone(), pair["a"].clone()
+    plan = tune(fn, x, state, pair)
+    assert [box.choice for box in plan.entries[0].boxes] == [HEURISTIC, BEST]
+    for now, then in zip((x, state, pair["a"]), before, strict=True):
+        assert torch.equal(now, then)
+    assert not (x._version or state._version or pair["a"]._version)
 
 
 def test_tune_and_explain_beside_each_other_see_their_own():
