@@ -145,6 +145,8 @@ def main() -> None:
     only = f"--only {shlex.quote(args.only)} " if args.only else ""
     command = f"python -m benchmarks.plan {only}--out {args.out.name}"
     plan = inductor_ext.Plan.load(args.out) if args.merge and args.out.exists() else None
+    if plan is not None:  # it says what made all that it holds
+        command = " ; ".join(dict.fromkeys([*plan.command.split(" ; "), command]))
     for target in common.Budget(args.budget_seconds).take(targets):
         print(target.name, file=sys.stderr)
         fn, inputs, dims = target.program()

@@ -119,6 +119,27 @@ def test_names_are_read_back_and_neighbours_differ_in_one_step():
                for n in _names(launch))  # fmt: skip
 
 
+def test_what_a_tilings_class_refuses_is_no_candidate():
+    """The rule's own stands at the edge of what there is."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Staged:
+        stages: int
+        warps: int = 4
+
+        def __post_init__(self):
+            if self.stages < 2:
+                raise ValueError(f"stages is expected as 2 or more, got {self.stages}")
+
+    def rule(columns):
+        return Staged(2)
+
+    launch = tilings.Tunable(rule, "softmax", "test", "", {"stages": "stages", "warps": "warps"})
+    assert list(launch.candidates((8,), {})) == [
+        "stages=2,warps=4", "stages=3,warps=4", "stages=2,warps=2", "stages=2,warps=8",
+    ]  # fmt: skip
+
+
 def _names(launch):
     """A name with every field that can vary."""
     return [",".join(f"{field}=1" for field in launch.fields)]
