@@ -111,8 +111,8 @@ def _tiling(launch: Tunable, facts: tuple[Any, ...], given: dict[str, Any]) -> A
 
 
 class _Watching:
-    """Whom ``tilings`` shows every launch of the process: to ``tune``, which has a say, those of its
-    own thread and of autograd's, and to each ``explain`` those of its own thread."""
+    """Who is shown launches: ``tune``, which has a say, those of its own thread and of autograd's,
+    and each ``explain`` those of its own thread."""
 
     def __init__(self) -> None:
         self.tuning: tuple[int, tilings.Watcher] | None = None  # its thread
@@ -154,7 +154,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def watched(watcher: tilings.Watcher) -> Iterator[None]:
-    """One watcher at a time sees what its thread launches, and the backward of that, and chooses."""
+    """One watcher at a time sees what its thread launches, backward too, and may choose."""
     with _lock:
         if _watching.tuning is not None:
             raise RuntimeError("inductor_ext: expected one tune at a time, and another is running")

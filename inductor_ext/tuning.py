@@ -87,9 +87,9 @@ def tune(
     """Measure, for every site of ``fn``, which candidate is fastest over ranges of ``dims``.
 
     ``fn`` (a function, module or compiled function) is called many times, with copies of ``args``:
-    what it writes to besides them is written to each time. Where one of them requires a gradient it is called backward
-    too, for the launches there. ``dims`` maps a dimension to its least and largest size, both
-    inclusive. "x.0" is dimension 0 of the argument x; a name without a dot is the one dimension
+    what it writes to besides them is written to each time. Where one of them requires a gradient it
+    is called backward too, for the launches there. ``dims`` maps a dimension to its least and
+    largest size, both inclusive. "x.0" is dimension 0 of the argument x; a name without a dot is the one dimension
     marked with ``torch._dynamo.mark_dynamic``, or, where none is, dimension 0 of the first tensor,
     which is then logged. At most ``max_ranges`` ranges a site; of several dimensions, ranges are
     found along the first and the others are cut into at most four bands. What operations launch is

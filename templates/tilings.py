@@ -27,10 +27,11 @@ LAUNCHES: dict[tuple[str, str], Tunable] = {}
 
 
 class Watcher(Protocol):
-    """Who sees every launch of the process, for ``tune`` and ``explain``; ``whole``: operations
-    that are traced stay whole, so that they run on tensors that exist."""
+    """Who sees every launch of the process, for ``tune`` and ``explain``."""
 
-    whole: bool
+    @property
+    def whole(self) -> bool:
+        """Whether traced operations stay whole, so that they run on tensors that exist."""
 
     def operation(self, name: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run an operation, whose launches are met inside."""
