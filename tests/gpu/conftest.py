@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import inductor_ext
 from inductor_ext import compat, measure, report
 
-
 _broken = []  # tests that left this process without a working CUDA context
 
 
@@ -182,6 +181,7 @@ def clean_setting():
     torch.set_float32_matmul_precision(precision)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # other workers have tests of many GB
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def own_caches(clean_setting):
 
 
 def pytest_runtest_makereport(item, call):
-    """Note a CUDA context that a kernel broke: every later test of this process would fail in it."""
+    """Note a CUDA context that a kernel broke: all later tests of this process would fail."""
     if call.excinfo is not None and torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
@@ -206,6 +206,6 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish(nodeid):
-    """End such a process where it is a worker of pytest-xdist, which starts another for the rest."""
+    """End such a process if it is a worker of pytest-xdist, which starts another for the rest."""
     if _broken and "PYTEST_XDIST_WORKER" in os.environ:
         os._exit(1)
