@@ -89,12 +89,12 @@ def tune(
     ``fn`` (a function, module or compiled function) is called many times, with copies of ``args``:
     what it writes to besides them is written to each time. Where one of them requires a gradient it
     is called backward too, for the launches there. ``dims`` maps a dimension to its least and
-    largest size, both inclusive. "x.0" is dimension 0 of the argument x; a name without a dot is the one dimension
-    marked with ``torch._dynamo.mark_dynamic``, or, where none is, dimension 0 of the first tensor,
-    which is then logged. At most ``max_ranges`` ranges a site; of several dimensions, ranges are
-    found along the first and the others are cut into at most four bands. What operations launch is
-    tuned along one dimension after another, the others being as they are in ``args``, with ``args``
-    repeated or cut to size.
+    largest size, both inclusive. "x.0" is dimension 0 of the argument x; a name without a dot is
+    the one dimension marked with ``torch._dynamo.mark_dynamic``, or, where none is, dimension 0 of
+    the first tensor, which is then logged. At most ``max_ranges`` ranges a site; of several
+    dimensions, ranges are found along the first and the others are cut into at most four bands.
+    What operations launch is tuned along one dimension after another, the others being as they are
+    in ``args``, with ``args`` repeated or cut to size.
 
     ``max_memory`` bounds the bytes of what is measured at the largest size (default: 80% of what is
     free on the card). With ``progress`` a bar counts the measurements. Times are those of
