@@ -25,9 +25,10 @@ def hold_everywhere(module: ModuleType) -> Callable[[Listener], None]:
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
-            overrides[name] = value
-            for listener in listeners:
-                listener()
+            if name in self._config:  # not the module's own state
+                overrides[name] = value
+                for listener in listeners:
+                    listener()
 
         def __delattr__(self, name: str) -> None:
             super().__delattr__(name)
