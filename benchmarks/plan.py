@@ -6,8 +6,8 @@ be completed with ``--skip N``, or with ``--merge``, which goes on with the file
 
 Targets are the operations that models contain with these sizes, over the tokens in flight: scores
 of mixture-of-experts routers and projections of manifold-constrained hyper-connections; and in
-``plan_launches`` what the package's own operations launch. ``--prewarm N`` first compiles their
-kernels in N processes, side by side.
+``plan_launches`` what the package's own operations launch. ``--prewarm N`` first compiles the
+kernels of all in N processes, side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.plan_launches import LAUNCHES, Launches, Program
+from benchmarks.plan_launches import LAUNCHES, Program
 
 DEVICE = "cuda"
 TOKENS = (1, 16384)
@@ -38,6 +38,8 @@ class Target:
     n: int
     score: str = "sigmoid"  # a router's scores and its bias in fp32; "" for fp32 results
     dtype: str = "bfloat16"
+    tokens: tuple[int, int] = TOKENS
+    parts = 1
 
     def program(self) -> Program:
         import torch
@@ -57,7 +59,7 @@ class Target:
             return (x @ w.t()).float()
 
         fn = {"sigmoid": sigmoid, "softmax": softmax, "": projection}[self.score]
-        return fn, (x.to(dtype), w.to(dtype), bias), {"x.0": TOKENS}
+        return fn, (x.to(dtype), w.to(dtype), bias), {"x.0": self.tokens}
 
 
 TARGETS = (
@@ -66,7 +68,9 @@ TARGETS = (
     Target("router of 384 experts, hidden 7168", 7168, 384),
     Target("router of 128 experts, hidden 4096", 4096, 128),
     Target("mHC projection, 4 streams of 4096", 16384, 24, score=""),
-    Target("softmax router of 256 experts, hidden 7168", 7168, 256, score="softmax"),
+    Target(
+        "softmax router of 256 experts, hidden 7168", 7168, 256, score="softmax", tokens=(1, 256)
+    ),
     Target("router of 16 experts, hidden 5120", 5120, 16),
     Target("router of 128 experts, hidden 2880", 2880, 128),
     Target("router of 8 experts, hidden 4096", 4096, 8),
@@ -76,16 +80,27 @@ TARGETS = (
 )
 
 
-def _prewarm(name: str) -> None:
-    """Run every candidate of a target's launches once: its kernels are in Triton's cache then."""
+def _prewarm(name: str, part: int, parts: int) -> None:
+    """Run candidates of a target once: their kernels are in Triton's cache then. Of its launches
+    every ``parts``-th candidate."""
+    from inductor_ext.templates import tilings
+
     import inductor_ext
     from inductor_ext import measure
 
+    # In a process of its own.
     def untimed(candidates: Any, inputs: Any, **_: Any) -> dict[str, measure.Timing]:
         return {name: measure.Timing(1.0, 0.0, 1) for name in candidates}
 
-    measure.compare = untimed  # type: ignore[assignment]  # in a process of its own
-    target = next(t for t in LAUNCHES if t.name == name)
+    every = tilings.Tunable.candidates
+
+    def some(launch: Any, facts: Any, given: Any) -> dict[str, Any]:
+        ruled, *others = every(launch, facts, given).items()
+        return dict([ruled, *others[part::parts]])
+
+    measure.compare = untimed  # type: ignore[assignment]
+    tilings.Tunable.candidates = some  # type: ignore[method-assign]
+    target = next(t for t in TARGETS if t.name == name)
     fn, inputs, dims = target.program()
     inductor_ext.tune(fn, *inputs, dims=dims, progress=False)
 
@@ -122,14 +137,16 @@ def main() -> None:
     except RuntimeError as error:
         sys.exit(str(error))
     if args.prewarm:
-        names = [(t.name,) for t in reversed(targets) if isinstance(t, Launches)]
-        common.run_in_pool(_prewarm, names, args.prewarm, args.budget_seconds)
+        tasks = [(t.name, i, t.parts) for t in reversed(targets) for i in range(t.parts)]
+        common.run_in_pool(_prewarm, tasks, args.prewarm, args.budget_seconds)
     if args.prewarm_only:
         return
     failed: list[str] = []
     only = f"--only {shlex.quote(args.only)} " if args.only else ""
     command = f"python -m benchmarks.plan {only}--out {args.out.name}"
     plan = inductor_ext.Plan.load(args.out) if args.merge and args.out.exists() else None
+    if plan is not None:  # it says what made all that it holds
+        command = " ; ".join(dict.fromkeys([*plan.command.split(" ; "), command]))
     for target in common.Budget(args.budget_seconds).take(targets):
         print(target.name, file=sys.stderr)
         fn, inputs, dims = target.program()

@@ -19,10 +19,12 @@ Program = tuple[Callable[..., Any], tuple[Any, ...], dict[str, tuple[int, int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """A target: ``program()`` is a function, its arguments, and the dimension to tune along."""
+    """A target: ``program()`` is a function, its arguments, and the dimension to tune along. What
+    takes minutes to compile does so in ``parts`` processes."""
 
     name: str
     program: Callable[[], Program]
+    parts: int = 1
 
 
 def _half(*size: int, grad: bool = True) -> Any:
@@ -174,7 +176,7 @@ LAUNCHES = (  # what takes longest to compile last: ``--prewarm`` begins at the 
     Launches("cumulative sums of 16 long rows", _long_rows),
     Launches("sparse attention, 64 heads of 576 over 2048 entries", _sparse_attention),
     Launches("mHC pre, 4 streams of 7168", _mhc_pre),
-    Launches("linear attention with decays, 16 heads of 128", _linear_attention),
+    Launches("linear attention with decays, 16 heads of 128", _linear_attention, 2),
     Launches("causal attention with a softcap, 16 heads of 128", _softcap),
-    Launches("causal attention in a window of 1024, 32 heads of 64", _window),
+    Launches("causal attention in a window of 1024, 32 heads of 64", _window, 6),
 )

@@ -68,6 +68,9 @@ def forget() -> None:
         listener()
 
 
+config.on_change(forget)  # of what it holds, ``shipped_plan`` says which plans are in force
+
+
 def load_plan(plan: Plan | str | os.PathLike[str], *, force: bool = False) -> Plan:
     """Put a plan in force for compiles that start later; what is compiled stays.
 
@@ -162,18 +165,10 @@ def shipped(card: str) -> Loaded | None:
     return None
 
 
-_salted = ""
-
-
 def salt() -> str:
     """The content of every plan in force, for the cache key."""
-    global _salted
     parts = [f"{p.plan.digest} {p.forced}" for p in user_plans()]
-    found = " ".join([*parts, "shipped", _shipped_digest() if config.shipped_plan else "off"])
-    if found != _salted:  # ``config.shipped_plan`` was switched, which nobody hears of
-        _salted = found
-        forget()
-    return found
+    return " ".join([*parts, "shipped", _shipped_digest() if config.shipped_plan else "off"])
 
 
 @functools.cache

@@ -11,8 +11,9 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 Bounds = tuple[int, "int | None"]  # both inclusive; None: unbounded
 
@@ -167,6 +168,32 @@ class Plan:
         """(lowering, operation) of every entry."""
         return frozenset((entry.key.lowering, entry.key.op) for entry in self.entries)
 
+    @functools.cached_property
+    def _index(self) -> dict[_Kind, dict[tuple[str, ...], _Group]]:
+        """Entries by kind of problem, then by their ranged sizes, those with the fewest first."""
+        index: dict[_Kind, dict[tuple[str, ...], _Group]] = {}
+        for entry in sorted(self.entries, key=lambda e: len(e.dims)):
+            static = tuple(sorted(name for name, _ in entry.key.sizes))
+            groups = index.setdefault(_kind(entry.key, {*static, *entry.dims}), {})
+            group = groups.setdefault(tuple(sorted(entry.dims)), _Group(static, {}))
+            sizes = dict(entry.key.sizes)
+            group.entries.setdefault(tuple(sizes[name] for name in static), []).append(entry)
+        return index
+
+    def _near(
+        self, key: Key, sizes: Mapping[str, int], free: Sequence[str] = ()
+    ) -> Iterator[Entry]:
+        """The entries of a problem, whatever their ranges, in the order in which they decide; of
+        the sizes in ``free`` nothing is known."""
+        for group in self._index.get(_kind(key, {*sizes, *free}), {}).values():
+            if not {*free} & {*group.static}:
+                yield from group.entries.get(tuple(sizes[name] for name in group.static), ())
+                continue
+            for values, entries in group.entries.items():
+                given = zip(group.static, values, strict=True)
+                if all(name in free or sizes[name] == size for name, size in given):
+                    yield from entries
+
     def find(self, key: Key, dims: Mapping[str, int]) -> Box | None:
         """The box for a problem at these values of its ranged sizes.
 
@@ -174,12 +201,8 @@ class Plan:
         wherever it is named. Of several entries the one with the fewest ranged sizes decides.
         """
         sizes = {**dict(key.sizes), **dims}
-        found = [
-            (len(entry.dims), i, box)
-            for i, entry in enumerate(self.entries)
-            if _same_problem(entry, key, sizes) and (box := entry.box_at(sizes)) is not None
-        ]
-        return min(found)[2] if found else None
+        boxes = (entry.box_at(sizes) for entry in self._near(key, sizes))
+        return next((box for box in boxes if box is not None), None)
 
     def boxes_of(
         self, key: Key, fixed: Mapping[str, int], names: Sequence[str]
@@ -191,14 +214,12 @@ class Plan:
         """
         here = {**dict(key.sizes), **fixed}
         found: list[tuple[Box, tuple[Bounds, ...]]] = []
-        for entry in sorted(self.entries, key=lambda e: len(e.dims)):
+        for entry in self._near(key, here, names):
             static: dict[str, Bounds] = {name: (size, size) for name, size in entry.key.sizes}
-            sizes = {**here, **{name: static.get(name, (0, 0))[0] for name in names}}
-            if _same_problem(entry, key, sizes):
-                for box in entry.boxes:
-                    bounds = {**static, **dict(box.bounds)}
-                    if all(within(size, bounds[name]) for name, size in here.items()):
-                        found.append((box, tuple(bounds[name] for name in names)))
+            for box in entry.boxes:
+                bounds = {**static, **dict(box.bounds)}
+                if all(within(size, bounds[name]) for name, size in here.items()):
+                    found.append((box, tuple(bounds[name] for name in names)))
         return found
 
     def lookup(self, key: Key, dims: Mapping[str, int]) -> str | None:
@@ -209,12 +230,10 @@ class Plan:
     def why_not(self, key: Key, dims: Mapping[str, int]) -> str:
         """Why ``find`` gives None, as far as the plan can tell."""
         sizes = {**dict(key.sizes), **dims}
-        near = [e for e in self.entries if _same_problem(e, key, sizes)]
-        if near:
-            values = " ".join(f"{name}={sizes[name]}" for name in near[0].dims)
+        if (near := next(self._near(key, sizes), None)) is not None:
+            values = " ".join(f"{name}={sizes[name]}" for name in near.dims)
             return f"{values} lies in none of its ranges"
-        alike = (e.key for e in self.entries if e.key.lowering == key.lowering)
-        if any((k.op, k.dtype, k.layout) == (key.op, key.dtype, key.layout) for k in alike):
+        if any(kind[:4] == _kind(key, ())[:4] for kind in self._index):
             return f"no entry for these sizes of {key.op} {key.dtype} {key.layout}"
         return f"no entry for {key.lowering} {key.op} {key.dtype} {key.layout}"
 
@@ -262,14 +281,18 @@ class Change:
     after: str | None
 
 
-def _same_problem(entry: Entry, key: Key, sizes: Mapping[str, int]) -> bool:
-    mine = entry.key
-    return (
-        (mine.lowering, mine.op, mine.dtype, mine.layout)
-        == (key.lowering, key.op, key.dtype, key.layout)
-        and {*dict(mine.sizes), *entry.dims} == set(sizes)
-        and all(sizes[name] == size for name, size in mine.sizes)
-    )
+_Kind = tuple[str, str, str, str, frozenset[str]]  # of a problem, with the names of all its sizes
+
+
+class _Group(NamedTuple):
+    """Entries of one kind with the same static sizes, by the values of those."""
+
+    static: tuple[str, ...]
+    entries: dict[tuple[int, ...], list[Entry]]
+
+
+def _kind(key: Key, sizes: Collection[str]) -> _Kind:
+    return key.lowering, key.op, key.dtype, key.layout, frozenset(sizes)
 
 
 def _merge_entries(mine: Entry, theirs: Entry) -> Entry:

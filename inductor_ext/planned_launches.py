@@ -12,6 +12,7 @@ import functools
 import importlib
 import logging
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,41 +110,80 @@ def _tiling(launch: Tunable, facts: tuple[Any, ...], given: dict[str, Any]) -> A
     return launch.candidates(facts, given).get(answer.box.choice)
 
 
-class _Explaining:
-    """Takes down what every launch is decided by, each problem once."""
-
-    whole = False
+class _Watching:
+    """Who is shown launches: ``tune``, which has a say, those of its own thread and of autograd's,
+    and each ``explain`` those of its own thread."""
 
     def __init__(self) -> None:
-        self.decisions: dict[tuple[str, str], Decision] = {}
+        self.tuning: tuple[int, tilings.Watcher] | None = None  # its thread
+        self.explaining: dict[int, dict[Any, Decision]] = {}  # by thread
+
+    def _tuner(self) -> tilings.Watcher | None:
+        if self.tuning is None:
+            return None
+        thread, watcher = self.tuning
+        # Threads that Python knows and did not start are the autograd engine's.
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        return watcher if foreign or thread == threading.get_ident() else None
+
+    @property
+    def whole(self) -> bool:
+        tuner = self._tuner()
+        return tuner is not None and tuner.whole
 
     def operation(self, name: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return run(*args)
+        tuner = self._tuner()
+        return run(*args) if tuner is None else tuner.operation(name, run, args)
 
-    def met(self, launch: Tunable, facts: tuple[Any, ...], given: dict[str, Any]) -> None:
-        found = decision(launch, facts, given)
-        self.decisions.setdefault((found.lowering, found.sites), found)
+    def met(self, launch: Tunable, facts: tuple[Any, ...], given: dict[str, Any]) -> Any | None:
+        decisions = self.explaining.get(threading.get_ident())
+        if decisions is not None:
+            found = decision(launch, facts, given)
+            decisions.setdefault((found.lowering, found.sites), found)
+        tuner = self._tuner()
+        return None if tuner is None else tuner.met(launch, facts, given)
+
+    def come_or_gone(self) -> None:
+        """Launches are shown while there is anyone to see them."""
+        tilings.watcher = self if self.tuning is not None or self.explaining else None
+
+
+_watching = _Watching()
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def watched(watcher: tilings.Watcher) -> Iterator[None]:
-    """One watcher at a time sees what the process launches."""
-    if tilings.watcher is not None:
-        raise RuntimeError("inductor_ext: launches are watched already, by tune or explain")
-    tilings.watcher = watcher
+    """One watcher at a time sees what its thread launches, backward too, and may choose."""
+    with _lock:
+        if _watching.tuning is not None:
+            raise RuntimeError("inductor_ext: expected one tune at a time, and another is running")
+        _watching.tuning = threading.get_ident(), watcher
+        _watching.come_or_gone()
     try:
         yield
     finally:
-        tilings.watcher = None
+        with _lock:
+            _watching.tuning = None
+            _watching.come_or_gone()
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[dict[Any, Decision]]:
-    """Collects a decision for every problem that is launched, or traced, while open."""
-    explaining = _Explaining()
-    watching = watched(explaining) if tilings.watcher is None else contextlib.nullcontext()
-    with watching:  # another thread's explain sees them otherwise
-        yield explaining.decisions
+    """Collects a decision for every problem that this thread launches, or traces, while open."""
+    thread, decisions = threading.get_ident(), dict[Any, Decision]()
+    with _lock:
+        before = _watching.explaining.get(thread)
+        _watching.explaining[thread] = decisions
+        _watching.come_or_gone()
+    try:
+        yield decisions
+    finally:
+        with _lock:
+            del _watching.explaining[thread]
+            if before is not None:  # explained within explained
+                _watching.explaining[thread] = before
+            _watching.come_or_gone()
 
 
 def install() -> None:

@@ -25,7 +25,7 @@ import torch
 from . import choosing, compat, measure, measured_ranges, ranges, report, tuning_launches
 from .measured_site import MeasuredSite, Timer
 from .plan import Box, Entry, Plan
-from .tuning_arguments import Marks, called, followers, resized
+from .tuning_arguments import Marks, called, followers, owned, resized
 
 log = logging.getLogger("inductor_ext")
 
@@ -86,15 +86,15 @@ def tune(
 ) -> Plan:
     """Measure, for every site of ``fn``, which candidate is fastest over ranges of ``dims``.
 
-    ``fn`` (a function, module or compiled function) is called with ``args``, many times: what it
-    writes to is written to each time. Where one of them requires a gradient it is called backward
-    too, for the launches there. ``dims`` maps a dimension to its least and largest size, both
-    inclusive. "x.0" is dimension 0 of the argument x; a name without a dot is the one dimension
-    marked with ``torch._dynamo.mark_dynamic``, or, where none is, dimension 0 of the first tensor,
-    which is then logged. At most ``max_ranges`` ranges a site; of several dimensions, ranges are
-    found along the first and the others are cut into at most four bands. What operations launch is
-    tuned along one dimension after another, the others being as they are in ``args``, with ``args``
-    repeated or cut to size.
+    ``fn`` (a function, module or compiled function) is called many times, with copies of ``args``:
+    what it writes to besides them is written to each time. Where one of them requires a gradient it
+    is called backward too, for the launches there. ``dims`` maps a dimension to its least and
+    largest size, both inclusive. "x.0" is dimension 0 of the argument x; a name without a dot is
+    the one dimension marked with ``torch._dynamo.mark_dynamic``, or, where none is, dimension 0 of
+    the first tensor, which is then logged. At most ``max_ranges`` ranges a site; of several
+    dimensions, ranges are found along the first and the others are cut into at most four bands.
+    What operations launch is tuned along one dimension after another, the others being as they are
+    in ``args``, with ``args`` repeated or cut to size.
 
     ``max_memory`` bounds the bytes of what is measured at the largest size (default: 80% of what is
     free on the card). With ``progress`` a bar counts the measurements. Times are those of
@@ -280,19 +280,20 @@ def _run(tuner: _Tuner, fn: Any, args: Sequence[Any], marks: Marks, card: str | 
 
 def _compile(fn: Any, args: Sequence[Any], marks: Marks, card: str | None) -> Any:
     """The compiled program, if it launches what can be tuned; else None."""
-    aliases = resized(args, {})  # because marks stay on a tensor object
+    # Other tensors than the caller's, because marks stay on a tensor object.
     if card is not None:
         from .testing import compile_for
 
-        compile_for(card, fn, *aliases, dynamic=marks)
+        compile_for(card, fn, *resized(args, {}), dynamic=marks)
         return None
+    own = owned(args)
     for position, bounds in marks.items():
         for dim, (lo, hi) in bounds.items():
-            torch._dynamo.mark_dynamic(aliases[position], dim, min=lo, max=hi)
+            torch._dynamo.mark_dynamic(own[position], dim, min=lo, max=hi)
     torch._dynamo.reset()
     program = torch.compile(fn)
     with compat.without_caches():
-        launches = tuning_launches.recorded(lambda: called(program, aliases))
+        launches = tuning_launches.recorded(lambda: called(program, own))
     return program if launches else None
 
 
@@ -379,7 +380,7 @@ class _Tuner:
                 follow = followers((d.position, d.dim), args, marks) - others
                 along = self._launches(
                     lambda size, follow=follow: called(
-                        program, resized(args, {place: size for place in follow})
+                        program, owned(resized(args, {place: size for place in follow}))
                     ),
                     d.lo,
                     d.hi,

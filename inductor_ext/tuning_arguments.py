@@ -1,4 +1,4 @@
-"""The arguments of a program that is tuned, at other sizes."""
+"""The arguments of a program that is tuned, at other sizes and in memory of their own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+
+from . import measure
 
 Marks = dict[int, dict[int, tuple[int, int]]]  # argument -> dimension -> bounds
 Place = tuple[int, int]  # an argument and a dimension of it
@@ -33,6 +35,21 @@ def resized(args: Sequence[Any], sizes: Mapping[Place, int]) -> list[Any]:
             arg = t.requires_grad_(arg.requires_grad)
         out.append(arg)
     return out
+
+
+def owned(args: Sequence[Any]) -> list[Any]:
+    """The arguments as copies, so that what a program writes to is not its caller's."""
+    leaves, spec = pytree.tree_flatten(list(args))
+    plain = (torch.Tensor, torch.nn.Parameter)
+    own = [
+        i for i, t in enumerate(leaves)
+        if type(t) in plain and t.layout is torch.strided and t.device.type != "meta"
+    ]  # fmt: skip
+    with torch.no_grad():
+        copies = measure.cloned(tuple(leaves[i] for i in own))
+    for i, copy in zip(own, copies, strict=True):
+        leaves[i] = copy
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def called(program: Callable[..., Any], args: Sequence[Any]) -> None:

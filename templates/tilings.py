@@ -9,6 +9,7 @@ neighbours, which differ from it in one field by one step: nothing else is ever 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -26,10 +27,11 @@ LAUNCHES: dict[tuple[str, str], Tunable] = {}
 
 
 class Watcher(Protocol):
-    """Who sees every launch of the process, for ``tune`` and ``explain``; ``whole``: operations
-    that are traced stay whole, so that they run on tensors that exist."""
+    """Who sees every launch of the process, for ``tune`` and ``explain``."""
 
-    whole: bool
+    @property
+    def whole(self) -> bool:
+        """Whether traced operations stay whole, so that they run on tensors that exist."""
 
     def operation(self, name: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run an operation, whose launches are met inside."""
@@ -91,13 +93,14 @@ class Tunable:
         return self.rule(*facts, **{n: v for n, v in given.items() if n not in self._more})
 
     def candidates(self, facts: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Tilings of a problem by name, the rule's first."""
+        """Tilings of a problem by name, the rule's first. What a tiling's class refuses is none."""
         ruled = self.ruled(facts, given)
         found = {name_of(ruled): ruled}
         for field, how in self.fields.items():
             for value in _STEPS[how](_items(ruled)[field]):
-                one = _replaced(ruled, field, value)
-                found[name_of(one)] = one
+                with contextlib.suppress(ValueError):
+                    one = _replaced(ruled, field, value)
+                    found[name_of(one)] = one
         return found
 
     def problem(

@@ -43,10 +43,10 @@ def policies(compactor: Compactor) -> dict[str, Policy]:
 @torch.no_grad()
 def generated(model: Any, tokens: Tensor, policy: Policy) -> tuple[Tensor, int]:
     """The logits of a prompt and of STEPS tokens behind it; the bytes of the caches."""
-    prompt, found = tokens[:, :PROMPT], []
-    logits, caches = model(prompt, torch.tensor(0, device=tokens.device), None, policy)
+    length, found = tokens.shape[1] - STEPS, []
+    logits, caches = model(tokens[:, :length], torch.tensor(0, device=tokens.device), None, policy)
     found.append(logits)
-    for i in range(PROMPT, PROMPT + STEPS):
+    for i in range(length, length + STEPS):
         position = torch.tensor(i, device=tokens.device)
         logits, caches = model(tokens[:, i : i + 1], position, caches, policy)
         found.append(logits)
@@ -74,7 +74,8 @@ def main() -> None:
     dtype = torch.bfloat16 if on_card else torch.float32
     model = Decoder().to(device, dtype)
     compactor = Compactor(BUDGET).to(device, dtype)
-    tokens = torch.randint(512, (4 if on_card else 1, PROMPT + STEPS), device=device)
+    batch, prompt = (4, PROMPT) if on_card else (1, 2 * BUDGET)
+    tokens = torch.randint(512, (batch, prompt + STEPS), device=device)
     table(model, compactor, tokens, torch.compile if on_card else None)
     if on_card:
         print(

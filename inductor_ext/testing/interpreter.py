@@ -13,8 +13,10 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import textwrap
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +68,63 @@ def interpreting(
         yield _Interpretation(patches, order).run
 
 
+_codes: weakref.WeakKeyDictionary[Any, tuple[types.CodeType, frozenset[str]]]
+_codes = weakref.WeakKeyDictionary()
+
+
+def _rewritten(fn: Callable[..., Any]) -> tuple[types.CodeType, frozenset[str]]:
+    """The definition of ``fn`` as the interpreter wants it, compiled, and the names it uses."""
+    if fn not in _codes:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
+        definition = tree.body[0]
+        assert isinstance(definition, ast.FunctionDef)
+        definition.decorator_list = []
+        transformer = private("triton.runtime.interpreter:FunctionRewriter.ast_transformer")
+        tree = transformer.visit(tree)
+        ast.fix_missing_locations(tree)
+        ast.increment_lineno(tree, fn.__code__.co_firstlineno - 1)
+        code = compile(tree, inspect.getsourcefile(fn) or "<kernel>", "exec")
+        used, inside = set[str](), [code]
+        for part in inside:
+            used.update(part.co_names)
+            inside += [c for c in part.co_consts if isinstance(c, types.CodeType)]
+        _codes[fn] = code, frozenset({*used, *fn.__code__.co_freevars})
+    return _codes[fn]
+
+
+@functools.cache
+def _shape_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A shape and its number of entries as Triton holds them."""
+    import triton.language as tl
+
+    sizes = tl.core.tuple([tl.core.constexpr(size) for size in shape])
+    return sizes, tl.core.constexpr(math.prod(shape))
+
+
+def _make_tensor(tensor: Any, handle: Any, type: Any) -> None:
+    """``tl.tensor.__init__``, which makes the shape anew for the result of every operation."""
+    tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+    tensor.shape, tensor.numel = _shape_of(tuple(type.shape) if type.is_block() else ())
+
+
+def _make_block_type(before: Callable[..., None]) -> Callable[..., None]:
+    """``tl.block_type.__init__``, which works out alike for every result of one type and shape."""
+    made: dict[Any, dict[str, Any]] = {}
+
+    def make(block: Any, element: Any, shape: Any) -> None:
+        sizes = tuple(shape)
+        key = type(element), element.name, sizes
+        if element.is_ptr() or not all(type(size) is int for size in sizes):
+            before(block, element, shape)
+            return
+        if key not in made:
+            before(block, element, shape)
+            made[key] = dict(vars(block))
+        vars(block).update(made[key])
+
+    return make
+
+
 class _Interpretation:
     """Triton's language, bound to NumPy until the patches close."""
 
@@ -86,6 +145,9 @@ class _Interpretation:
         # The interpreter's scalars are arrays of one element, which NumPy no longer converts.
         patches.set(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.reshape(-1)[0]))
         self._bind_extras(scope)
+        patches.set(tl.tensor, "__init__", _make_tensor)
+        block_type = tl.core.block_type
+        patches.set(block_type, "__init__", _make_block_type(block_type.__init__))
         patch_arithmetic(patches)
         self._check_accesses(patches)
 
@@ -102,6 +164,12 @@ class _Interpretation:
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, self.jit_function):
                 patches.set(tl.tensor, name, _as_method(member))
+        standard = private("triton.language.standard")
+        self.at_once = {
+            standard._sum_combine.fn: np.add,
+            standard._elementwise_max.fn: np.maximum,
+            standard._elementwise_min.fn: np.minimum,
+        }
         for module in (tl, tl.core):
             patches.set(module, "reduce", self._reduce)
             patches.set(module, "associative_scan", self._scan)
@@ -123,28 +191,22 @@ class _Interpretation:
     def rewrite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` in the form the interpreter wants, defined in a copy of its module's names."""
         if fn not in self.rewritten:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
-            definition = tree.body[0]
-            assert isinstance(definition, ast.FunctionDef)
-            definition.decorator_list = []
-            tree = self.triton_interpreter.FunctionRewriter.ast_transformer.visit(tree)
-            ast.fix_missing_locations(tree)
-            ast.increment_lineno(tree, fn.__code__.co_firstlineno - 1)
+            code, used = _rewritten(fn)
             names = {**vars(self.triton_interpreter), **fn.__globals__}
             cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
             names.update({name: cell.cell_contents for name, cell in cells})
-            names = {name: self._bound(value) for name, value in names.items()}
-            exec(compile(tree, inspect.getsourcefile(fn) or "<kernel>", "exec"), names)
-            self.rewritten[fn] = names[fn.__name__]
+            scope = {name: self._bound(names[name]) for name in used if name in names}
+            exec(code, scope)
+            self.rewritten[fn] = scope[fn.__name__]
         return self.rewritten[fn]
 
     def _bound(self, value: Any) -> Any:
         """A builtin that a module imported by name, in the form its own module now has it."""
+        if not isinstance(value, types.FunctionType):
+            return value
         import triton.language as tl
         from triton.language.extra import libdevice
 
-        if not isinstance(value, types.FunctionType):
-            return value
         if tl.core.is_builtin(value):
             semantic = self.triton_interpreter.interpreter_semantic
             return functools.partial(value, _semantic=semantic)
@@ -252,6 +314,9 @@ class _Interpretation:
     def _combine(
         self, function: Any, left: list[np.ndarray], right: list[np.ndarray], dtypes: list[Any]
     ) -> list[np.ndarray]:
+        one = self.at_once.get(getattr(function, "fn", None))
+        if one is not None and left[0].dtype in (np.float32, np.float64):
+            return [one(left[0], right[0])]  # what the function comes to
         out = function(
             *(self._tensor(d, t) for d, t in zip(left, dtypes, strict=True)),
             *(self._tensor(d, t) for d, t in zip(right, dtypes, strict=True)),

@@ -8,6 +8,7 @@ to 8-bit floats saturate, as the conversion instruction does.
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Callable
@@ -49,11 +50,16 @@ def decode(data: np.ndarray, dtype: Any) -> np.ndarray:
     return bits.view(torch_dtype).float().numpy()
 
 
+@functools.cache
+def _numpy_dtype(name: str) -> Any:
+    dtype = private("triton.language:dtype")(name)
+    return private("triton.runtime.interpreter:_get_np_dtype")(dtype)
+
+
 def encode(values: np.ndarray, dtype: Any, toward_zero: bool = False) -> np.ndarray:
     """Round values to ``dtype``, as an array the interpreter can hold."""
-    numpy_dtype = private("triton.runtime.interpreter:_get_np_dtype")(dtype.scalar)
     if not _coded(dtype):
-        return values.astype(numpy_dtype)
+        return values.astype(_numpy_dtype(dtype.scalar.name))
     torch_dtype, carrier, numpy_bits = _BITS[dtype.scalar.name]
     floats = values if values.dtype in (np.float32, np.float64) else values.astype(np.float32)
     if toward_zero and dtype.scalar.name == "bf16":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -199,6 +200,40 @@ def test_sizes_without_a_graph():
     assert compat.statically_divisible(48, 16) and not compat.statically_divisible(49, 16)
     assert not compat.has_unbacked([7, sympy.Integer(7), sympy.Symbol("s0")])
     assert compat.exceeds_int32(2**16, 2**15) and not compat.exceeds_int32(2**16, 2**15 - 1)
+
+
+def test_settings_are_those_of_every_thread():
+    from inductor_ext import config
+
+    heard, there = [], []
+    config.on_change(lambda: heard.append(config.pdl))
+    with config.patch(pdl=False):
+        thread = threading.Thread(target=lambda: there.append(config.pdl))
+        thread.start(), thread.join()
+    assert there == [False] and heard == [False, True] and config.pdl
+    with pytest.raises(AttributeError, match="pld does not exist"):
+        config.pld = True
+
+
+def test_the_interpreters_tensors_and_types_are_as_triton_makes_them():
+    import triton.language as tl
+
+    from inductor_ext.testing import interpreter
+
+    make = interpreter._make_block_type(tl.block_type.__init__)
+    for element, shape in ((tl.int64, [4, 8]), (tl.float16, [16]), (tl.float16, [16])):
+        mine, theirs = object.__new__(tl.block_type), tl.block_type(element, shape)
+        make(mine, element, shape)
+        assert vars(mine).keys() == vars(theirs).keys() and mine == theirs
+        assert (mine.name, mine.numel) == (theirs.name, theirs.numel)
+    pointers = tl.block_type(tl.pointer_type(tl.float32), [8])
+    for kind in (tl.float32, tl.block_type(tl.int64, [4, 8]), pointers):
+        mine, theirs = object.__new__(tl.tensor), tl.tensor("handle", kind)
+        interpreter._make_tensor(mine, "handle", kind)
+        assert vars(mine).keys() == vars(theirs).keys()
+        assert (mine.handle, mine.type, mine.dtype) == ("handle", kind, theirs.dtype)
+        assert [n.value for n in mine.shape] == [n.value for n in theirs.shape]
+        assert mine.numel.value == theirs.numel.value and type(mine.shape) is type(theirs.shape)
 
 
 def test_config_values():

@@ -6,6 +6,7 @@ Its "kernel" is torch code that takes the tiling it was given; only times are ma
 import dataclasses
 import itertools
 import json
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import inductor_ext
 from inductor_ext import (
     active_plan,
     choosing,
+    config,
     plan_file,
     planned_launches,
     registry,
@@ -40,9 +42,13 @@ def tiling(columns, dtype):
 
 
 launched = []
+meanwhile = []  # what another thread does while an operation runs
 
 
 def run(x, factor):
+    if meanwhile:
+        thread = threading.Thread(target=meanwhile.pop())
+        thread.start(), thread.join()
     chosen = tiling(x.shape[1], x.dtype, rows=x.shape[0])
     launched.append(chosen)
     assert chosen.block != 32, "a candidate that fails"
@@ -113,6 +119,27 @@ def test_names_are_read_back_and_neighbours_differ_in_one_step():
                for n in _names(launch))  # fmt: skip
 
 
+def test_what_a_tilings_class_refuses_is_no_candidate():
+    """The rule's own stands at the edge of what there is."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Staged:
+        stages: int
+        warps: int = 4
+
+        def __post_init__(self):
+            if self.stages < 2:
+                raise ValueError(f"stages is expected as 2 or more, got {self.stages}")
+
+    def rule(columns):
+        return Staged(2)
+
+    launch = tilings.Tunable(rule, "softmax", "test", "", {"stages": "stages", "warps": "warps"})
+    assert list(launch.candidates((8,), {})) == [
+        "stages=2,warps=4", "stages=3,warps=4", "stages=2,warps=2", "stages=2,warps=8",
+    ]  # fmt: skip
+
+
 def _names(launch):
     """A name with every field that can vary."""
     return [",".join(f"{field}=1" for field in launch.fields)]
@@ -121,7 +148,7 @@ def _names(launch):
 @pytest.mark.parametrize("op", [doubled, tripled], ids=["opaque", "traced"])
 def test_ranges_of_a_launch(op):
     def fn(x):
-        return op(x).sum(-1)
+        return op(x)
 
     (entry,) = tune(fn, torch.randn(16, 8)).entries
     assert str(entry.key) == "softmax test float32 any columns=8"
@@ -140,6 +167,40 @@ def test_a_backward_is_tuned_where_an_argument_has_a_gradient():
     both = tune(fn, torch.randn(16, 8, requires_grad=True))
     columns = [[dict(e.key.sizes)["columns"] for e in p.entries] for p in (forward, both)]
     assert columns == [[8], [8, 4]]
+
+
+def test_what_a_program_writes_to_is_not_the_callers():
+    def fn(x, state, pair):
+        state += 1
+        x.mul_(2)
+        pair["a"] -= state[:8]
+        return doubled(x)
+
+    x, state, pair = torch.randn(16, 8), torch.arange(9.0)[1:], {"a": torch.ones(8)}
+    before = x.clone(), state.clone(), pair["a"].clone()
+    plan = tune(fn, x, state, pair)
+    assert [box.choice for box in plan.entries[0].boxes] == [HEURISTIC, BEST]
+    for now, then in zip((x, state, pair["a"]), before, strict=True):
+        assert torch.equal(now, then)
+    assert not (x._version or state._version or pair["a"]._version)
+
+
+def test_tune_and_explain_beside_each_other_see_their_own():
+    """In two threads: neither changes what the other finds, nor what a third one launches."""
+    beside = []
+
+    def aside():
+        beside.append(tilings.watcher.whole)  # what is compiled here is compiled as ever
+        beside.extend(inductor_ext.explain(lambda x: doubled(x), torch.randn(7, 11)).launches)
+        beside.append(launched[-1])
+
+    alone = tune(lambda x: doubled(x), torch.randn(16, 8))
+    meanwhile.append(aside)
+    plan = tune(lambda x: doubled(x), torch.randn(16, 8))
+    assert [(e.key, e.boxes) for e in plan.entries] == [(e.key, e.boxes) for e in alone.entries]
+    whole, explained, launch = beside
+    assert "columns=11 rows=7" in explained.sites and explained.source == HEURISTIC
+    assert not whole and launch == Tiling(64)
 
 
 def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch):
@@ -176,6 +237,20 @@ def test_a_plan_chooses_by_the_sizes_and_explain_says_so(plan):
     assert explained["not"].source == HEURISTIC
     assert explained["not"].reason.startswith("not in the plan: rows=600 lies in none of its range")
     assert "launch test" in str(inductor_ext.explain(lambda x: doubled(x), x))
+
+
+def test_switching_the_shipped_plan_is_seen_by_launches_of_every_thread(plan, monkeypatch):
+    card = active_plan.compat.card_name
+    monkeypatch.setattr(active_plan.compat, "card_name", lambda: card() or plan.card)
+    shipped = active_plan.Loaded(plan, "a file", False)
+    monkeypatch.setattr(active_plan, "shipped", lambda card: shipped)
+    x = torch.randn(300, 8, requires_grad=True)
+    for on in (False, True, False):
+        with config.patch(shipped_plan=on):
+            (3 * doubled(x)).sum().backward()  # 300 rows of 8 columns, 300 of 4
+            thread = threading.Thread(target=doubled, args=(x,))
+            thread.start(), thread.join()
+    assert [one.block for one in launched] == [64, 64, 64, 128, 64, 128, 64, 64, 64]
 
 
 def test_a_plan_is_part_of_the_cache_key(plan):

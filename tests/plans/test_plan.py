@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inductor_ext.plan import Box, Entry, Key, Plan, PlanError
+from inductor_ext.plan import Box, Entry, Key, Plan, PlanError, within
 
 REPRODUCIBLE = settings(derandomize=True, deadline=None, max_examples=80, database=None)
 OLD, NEW = "2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z"
@@ -56,6 +56,44 @@ def test_a_size_may_be_static_here_and_ranged_in_the_plan(make_plan):
     # The entry with fewer ranges was measured for just this.
     assert both.lookup(key(n=32, k=512), {"m": 4}) == "b"
     assert both.lookup(key(n=33, k=512), {"m": 4}) == "a"
+
+
+@REPRODUCIBLE
+@given(st.lists(st.tuples(st.sets(st.sampled_from("mnk")), *[st.integers(1, 3)] * 6), max_size=8))
+def test_the_entry_with_the_fewest_ranges_around_a_point_decides(drawn):
+    """As if every entry were looked at, in their order."""
+    entries = []
+    for i, (ranged, *ends) in enumerate(drawn):
+        lows = dict(zip("mnk", ends, strict=False))
+        bounds = {n: (lows[n], lows[n] + ends[3 + j]) for j, n in enumerate("mnk") if n in ranged}
+        static = {n: size for n, size in lows.items() if n not in ranged}
+        if bounds:
+            entries.append(Entry(key(**static), (box(str(i), **bounds),), OLD, 0))
+    plan = Plan("card", "2.11", "3.6", tuple(entries))
+    for point in itertools.product(range(1, 5), repeat=3):
+        sizes = dict(zip("mnk", point, strict=True))
+
+        def holds(entry, sizes=sizes):
+            fits = all(sizes[n] == size for n, size in entry.key.sizes)
+            return fits and entry.box_at(sizes) is not None
+
+        around = sorted(filter(holds, entries), key=lambda e: len(e.dims))
+        expected = [e.boxes[0].choice for e in around]
+        m, n, k = point
+        assert plan.lookup(key(m=m), {"n": n, "k": k}) == (expected[0] if expected else None)
+        along = plan.boxes_of(key(n=n), {"k": k}, ["m"])
+        assert [b.choice for b, (bounds,) in along if within(m, bounds)] == expected
+
+
+def test_a_plan_of_many_problems_looks_at_those_alike_only(make_plan, monkeypatch):
+    """A launch looks up every new problem, also one that the plan does not cover."""
+    entries = [Entry(key(n=n, k=64), (box("a", m=(1, 8)),), OLD, 0) for n in range(1000)]
+    plan, seen, box_at = dataclasses.replace(make_plan(), entries=tuple(entries)), [], Entry.box_at
+    monkeypatch.setattr(Entry, "box_at", lambda *given: seen.append(1) or box_at(*given))
+    for n, m, chosen in ((999, 8, "a"), (999, 9, None), (1000, 8, None)):
+        assert plan.lookup(key(n=n, k=64), {"m": m}) == chosen
+    assert len(seen) == 2
+    assert plan.why_not(key(n=1000, k=64), {"m": 8}).startswith("no entry for these sizes")
 
 
 def test_the_nearest_measured_point(make_plan):
