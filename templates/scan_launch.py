@@ -27,6 +27,9 @@ CHUNK, AHEAD = 1 << 16, 1 << 16  # bytes that a cut of columns reads, and that a
 # Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, about what a
 # card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
 GROUP, DEPTH = 40, 9
+# Tiles ahead of which a piece of a row is asked for: one for each multiprocessor, or half of what
+# runs at a time, so that it is there when its program begins and few others have come since.
+FETCH = 132
 
 
 @dataclass(frozen=True)
@@ -185,9 +188,9 @@ def _shared_row(program: Program, held: int, length: int) -> Tiling:
         entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
         if scan_logsumexp.applies(program):
             entries = 8192
-        return Tiling(1, entries, 4, GROUP, depth=DEPTH)
+        return Tiling(1, entries, 4, GROUP, depth=DEPTH, fetch=FETCH)
     entries = 16384 if length >= LONG else 8192 if length >= LONG // 16 else 4096
-    return Tiling(1, entries, 4, GROUP, depth=DEPTH)
+    return Tiling(1, entries, 4, GROUP, depth=DEPTH, fetch=FETCH)
 
 
 def plan(
