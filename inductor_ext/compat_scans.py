@@ -22,13 +22,6 @@ def takes_sizes() -> bool:
     return (major, minor) >= (2, 13)
 
 
-def library_cumsum(x: Any, dim: int, dtype: Any) -> Any:
-    """Inductor's IR of a call of aten's own cumsum, for its lowering."""
-    from torch._inductor import lowering
-
-    return lowering.fallback_cumsum(x, dim=dim, dtype=dtype)
-
-
 def trace_long_scans() -> None:
     """Let cumsum and cumprod of a few 10^9 elements be traced.
 

@@ -40,7 +40,6 @@ from inductor_ext.ops import _scan_whole
 aten = torch.ops.aten
 _SCAN = _scan_whole.fused_scan._opoverload
 NAME = "scan"
-_LIBRARY = "inductor_ext_library"  # in the meta of a node that is to be a call of aten
 
 
 def _check(site: Site) -> None:
@@ -237,11 +236,6 @@ def rewrite(graph: Any) -> None:
             here = _label(site)
             _check(site)
             fused = fuse(site)
-            if forced is None and scan_rule.is_library_s(fused):
-                node.meta[_LIBRARY] = True  # an operation of this package calls it by itself
-                why = "nothing is fused, and torch's own kernel is the faster one"
-                report.record(report.Decision(NAME, True, "aten", why, here, "heuristic"))
-                continue
             why = f"forced to {forced}" if forced is not None else scan_rule.why(fused)
             _Emitter(graph, fused).emit()
         except (scan_sites.NoSite, CanNotFuse, Left) as reason:
@@ -254,15 +248,5 @@ def rewrite(graph: Any) -> None:
     editing.check(graph)
 
 
-def _cumsum(x: Any, dim: int, dtype: Any = None) -> Any:
-    """A sum that is torch's own call; None: as stock has it."""
-    node = compat.current_node()
-    if node is None or _LIBRARY not in node.meta:
-        return None
-    return compat_scans.library_cumsum(x, dim, dtype)
-
-
 compat_scans.trace_long_scans()
-registry.register(
-    registry.Lowering(NAME, lower={aten.cumsum.default: _cumsum}, passes={"post_grad": rewrite})
-)
+registry.register(registry.Lowering(NAME, passes={"post_grad": rewrite}))

@@ -18,7 +18,6 @@ from inductor_ext.lowerings.scan_region import Fused, size_of
 
 from inductor_ext import compat, editing, matching
 from inductor_ext.editing import same_size, value
-from inductor_ext.ops._scan_programs import is_library_s as is_library
 
 # Fewer elements take less time than a launch does; stock may fuse more then.
 LEAST_ELEMENTS = 100_000
@@ -51,21 +50,6 @@ def _along_rows(fused: Fused) -> bool:
     if editing.same_size(tensor.numel(), tensor.shape[dim]):
         return True
     return compat.expr(tensor.stride(dim)) == 1
-
-
-def is_library_s(fused: Fused) -> bool:
-    """Whether nothing is fused with a sum that torch's own kernel is faster at."""
-    site = fused.site
-    if set(fused.nodes) != {site.node} or site.what not in ("cumsum", "scan sum"):
-        return False
-    x, made, length = value(site.inputs[0]), fused.program.outputs, site.shape[site.dim]
-    if len(site.inputs) > 1 or len(made) > 1 or fused.program.combine != "r0 = a0 + b0":
-        return False
-    read = fused.program.inputs
-    if fused.program.reverse or len(read) > 1 or read[0].shift or not x.is_contiguous():
-        return False
-    lanes = 1 if editing.same_size(x.numel(), length) else 2
-    return is_library(x.dtype, made[0], lanes, compat.hint(compat.expr(length)))
 
 
 def why(fused: Fused) -> str:

@@ -153,7 +153,8 @@ def _columns(program: Program, held: int, lanes: int, length: int) -> Tiling:
     if length > SHORT // 4 and -(-lanes // 16) < ROWS:
         wide = min(_power(lanes), 32)
         time = entries // (2 * wide if wide < 8 else wide)
-        chunk = min(CHUNK, lanes * length * read // (3 * ROWS))
+        few = 2 if wide < 8 else 3  # programs of a card that runs as many at a time
+        chunk = min(CHUNK, lanes * length * read // (few * ROWS))
         return Tiling(wide, time, 4, 8, parts=max(1, _floor(chunk // (wide * time * read))))
     wide, warps = 16, 4
     if lanes >= 32 * ROWS:

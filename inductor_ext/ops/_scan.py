@@ -27,10 +27,7 @@ def _scan(
     dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
     y = _result(x, op, dtype)
-    plain = op == "sum" and resets is None and not reverse and not exclusive and x.is_contiguous()
-    if plain and _is_library_s(x, y, dim):
-        torch.cumsum(x, dim, out=y)
-    elif programs.kernels_apply(x):
+    if programs.kernels_apply(x):
         program = programs.scan(x.dtype, resets is not None, op, reverse, exclusive, y.dtype)
         launch(program, _given(x, resets), [y], dim)
     else:
@@ -94,11 +91,6 @@ def _(
     exclusive: bool,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(y, dtype=x.dtype)
-
-
-def _is_library_s(x: Tensor, y: Tensor, dim: int) -> bool:
-    lanes = x.numel() // max(1, x.shape[dim])
-    return x.is_cuda and programs.is_library_s(x.dtype, y.dtype, lanes, x.shape[dim])
 
 
 def _given(x: Tensor, resets: Tensor | None) -> list[Tensor]:

@@ -89,21 +89,6 @@ def test_left(name, decision):
     assert reason in found.reason
 
 
-def test_a_plain_sum_that_torchs_own_kernel_is_faster_at_is_its_call(decision):
-    """Nothing is lost by it: there is nothing to fuse, and whole numbers have no order."""
-    x = meta(2**24, dtype=torch.int64)
-    code = compile_for("h200", sums(0), x)
-    assert code.calls == ["torch.ops.aten.cumsum.default"]
-    assert (decision(code).fired, decision(code).chosen) == (True, "aten")
-    for fn, given in (
-        (lambda x: (x + 1).cumsum(0), x),
-        (lambda x: x.flip(0).cumsum(0).flip(0), x),
-        (sums(0), meta(2, 2**24, dtype=torch.int64).t()),
-        (sums(0), meta(2**24, dtype=torch.int32)),
-    ):
-        assert decision(compile_for("h200", fn, given)).chosen == "scan"
-
-
 def test_several_leaves_are_taken_unless_they_are_short(decision):
     for shape in ((4, 2**20), (512, 65536), (8192, 2048)):
         a = meta(*shape)
