@@ -153,7 +153,7 @@ def _columns(program: Program, held: int, lanes: int, length: int) -> Tiling:
     if length > SHORT // 4 and -(-lanes // 16) < ROWS:
         wide = min(_power(lanes), 32)
         time = entries // (2 * wide if wide < 8 else wide)
-        few = 2 if wide < 8 else 3  # programs of a card that runs as many at a time
+        few = 2 if wide < 8 else 3  # chunks for each multiprocessor, all under way at a time
         chunk = min(CHUNK, lanes * length * read // (few * ROWS))
         return Tiling(wide, time, 4, 8, parts=max(1, _floor(chunk // (wide * time * read))))
     wide, warps = 16, 4
