@@ -142,6 +142,7 @@ class _Emitter:
             [s.strides for s in stored],
             site.dim,
             hint=lambda size: compat.hint(compat.expr(size)),
+            fetches=scan_launch.can_fetch(value(inputs[0]).device),
         )
         like = value(inputs[0])
         with like.fake_mode:

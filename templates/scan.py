@@ -46,6 +46,29 @@ def pause(some):
 
 
 @triton.jit
+def fetch(some, address, size):
+    """``some`` as it came; ``size`` bytes from an address on (both multiples of 16) are under way
+    into the L2, by one instruction of one thread, on cards of compute capability 9 and up. Called
+    pure as ``pause`` is."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 some, thread, 0;
+        setp.gt.and.s32 some, $3, 0, some;
+        @some cp.async.bulk.prefetch.L2.global [$2], $3;
+        }
+        mov.b32 $0, $1;""",
+        "=r,r,l,r",
+        [some, address, size],
+        tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def absent(word, call):
     """Whether a word is not of this call.
 

@@ -42,6 +42,13 @@ def _extreme(name: str, dtype: torch.dtype) -> str:
     return f"r0 = {call}(a0, b0{nan})"
 
 
+def commutes(states: tuple[str, ...], combine: str) -> bool:
+    """Whether states are known to combine to the same in any order, but for rounding."""
+    dtypes = torch.float32, torch.int32
+    extremes = {_extreme(name, dtype) for name in ("max", "min") for dtype in dtypes}
+    return len(states) == 1 and combine in {"r0 = a0 + b0", "r0 = a0 * b0", *extremes}
+
+
 # torch keeps the later of equal values, and a NaN for good
 _PAIR = """take = (b0 {sign} a0) | (b0 != b0)
 r0 = tl.where(take, b0, a0)

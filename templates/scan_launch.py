@@ -27,6 +27,9 @@ CHUNK, AHEAD = 1 << 16, 1 << 16  # bytes that a cut of columns reads, and that a
 # Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, about what a
 # card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
 GROUP, DEPTH = 40, 9
+# Tiles ahead of which a piece of a row is asked for: one for each multiprocessor, or half of what
+# runs at a time, so that it is there when its program begins and few others have come since.
+FETCH = 132
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Tiling:
     around in registers, else in its addresses. ``ahead``: how many tiles who goes from one to the
     next loads early: one of rows, in registers; of columns in shared memory. ``depth``: groups
     whose tiles are read one by one, about what a card runs at a time. ``parts``: tiles of columns
-    that have a total together, where a scan is cut."""
+    that have a total together, where a scan is cut. ``fetch``: how many tiles further a program of
+    a piece of a row asks for inputs, for the L2."""
 
     lanes: int
     time: int
@@ -46,6 +50,7 @@ class Tiling:
     ahead: int = 0
     depth: int = 0
     parts: int = 1
+    fetch: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,8 @@ def _columns(program: Program, held: int, lanes: int, length: int) -> Tiling:
     if length > SHORT // 4 and -(-lanes // 16) < ROWS:
         wide = min(_power(lanes), 32)
         time = entries // (2 * wide if wide < 8 else wide)
-        chunk = min(CHUNK, lanes * length * read // (3 * ROWS))
+        few = 2 if wide < 8 else 3  # chunks for each multiprocessor, all under way at a time
+        chunk = min(CHUNK, lanes * length * read // (few * ROWS))
         return Tiling(wide, time, 4, 8, parts=max(1, _floor(chunk // (wide * time * read))))
     wide, warps = 16, 4
     if lanes >= 32 * ROWS:
@@ -183,9 +189,9 @@ def _shared_row(program: Program, held: int, length: int) -> Tiling:
         entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
         if scan_logsumexp.applies(program):
             entries = 8192
-        return Tiling(1, entries, 4, GROUP, depth=DEPTH)
+        return Tiling(1, entries, 4, GROUP, depth=DEPTH, fetch=FETCH)
     entries = 16384 if length >= LONG else 8192 if length >= LONG // 16 else 4096
-    return Tiling(1, entries, 4, GROUP, depth=DEPTH)
+    return Tiling(1, entries, 4, GROUP, depth=DEPTH, fetch=FETCH)
 
 
 def plan(
@@ -196,11 +202,13 @@ def plan(
     dim: int,
     hint: Callable[[Size], int] = int,
     choice: Tiling | None = None,
+    fetches: bool = True,
 ) -> Launch:
     """Lay out ``program`` over tensors of ``shape`` (no size 0) scanned along ``dim``.
 
     Strides are counted in elements; 0 where an input is broadcast. ``hint`` gives a likely value of
-    a symbolic size: the tile is chosen by it, and is right for every value.
+    a symbolic size: the tile is chosen by it, and is right for every value. ``fetches``: whether
+    the card can be asked for what will be read (``can_fetch``).
     """
     strides = [list(s) for s in (*input_strides, *output_strides)]
     lane_dims = _merged(shape, strides, dim)
@@ -226,7 +234,7 @@ def plan(
         kinds,
         bool(choice.group),
         ascending,
-        bool(choice.ahead and axis),
+        bool(axis and (choice.fetch and fetches if choice.group else choice.ahead)),
     )
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
@@ -252,6 +260,8 @@ def plan(
         constants["GROUP"] = choice.group
         constants["PATIENCE"] = scan.PATIENCE
         constants["DEPTH"] = choice.depth
+        if layout.ahead:
+            constants["FETCH"] = choice.fetch
         few = (choice.depth + 3) * choice.group
         constants["WINDOW"] = _power(max(few + 8, 64 * choice.warps // choice.lanes))
         constants["SUPERS"] = constants["WINDOW"] - few
@@ -263,6 +273,11 @@ def plan(
     return Launch(
         scan_text.kernel(program, layout), (blocks, 1, 1), given, constants, choice.warps, words
     )
+
+
+def can_fetch(device: torch.device) -> bool:
+    """Whether a card has the instruction of ``scan.fetch``."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 _kept: dict[tuple[torch.device, int], tuple[torch.Tensor, Iterator[int]]] = {}
@@ -302,6 +317,7 @@ def launch(
         [y.stride() for y in outputs],
         dim,
         choice=choice,
+        fetches=can_fetch(outputs[0].device),
     )
     tensors = {f"x{i}": x for i, x in enumerate(inputs)} | {
         f"y{i}": y for i, y in enumerate(outputs)

@@ -30,19 +30,23 @@ def _all(what: str, keep: bool) -> str:
     return f"tl.min(({what} | (live == 0)).to(tl.int32)) == 1" if keep else what
 
 
-def masses(first: str, last: str, backwards: bool, axis: int, keep: bool) -> str:
-    """From the states of a tile of rows to the number M, ``top``, the ``mass`` of each position,
-    the last one, ``mass_of_all``, and whether they are ``good`` enough for a total. ``first`` and
-    ``last`` are the ends in the order of the scan; ``keep``: a tile has an axis of lanes."""
+def masses(first: str, axis: int, keep: bool) -> str:
+    """From the states of a tile of rows to the number M, ``top``, the ``mass`` of each position
+    alone, their sum ``mass_of_all``, and whether they are ``good`` enough for a total. ``first`` is
+    the end where the scan begins; ``keep``: a tile has an axis of lanes."""
     over = f"{axis}, keep_dims=True" if keep else f"{axis}"
     return f"""top = tl.max(tl.where(inside, s0, float("-inf")), {over})
 begins = tl.max(tl.where({first}, s0, float("-inf")), {over})
 mass = tl.where(inside, (1.0 + s1) * tl.exp2((s0 - top) * {_LOG2E}), 0.0)
-mass = tl.cumsum(mass, {axis}, reverse={backwards})
-mass_of_all = tl.sum(tl.where({last}, mass, 0.0), {over})
+mass_of_all = tl.sum(mass, {over})
 good = (top > {LEAST}) | (top + tl.log(mass_of_all) < -{LEAST})
 good = good & (mass_of_all == mass_of_all) & (top < float("inf"))
 good = {_all("good", keep)}"""
+
+
+def scanned(backwards: bool, axis: int) -> str:
+    """From each position's own mass to that of all up to it."""
+    return f"mass = tl.cumsum(mass, {axis}, reverse={backwards})"
 
 
 def carried(before: str, keep: bool) -> str:

@@ -17,7 +17,8 @@ class Layout:
     a lane's. ``strides``: per tensor (inputs, then outputs) the kinds of its strides along the time
     and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
     cut among programs. ``ascending``: a reversed scan's tile is in the order of memory.
-    ``ahead``: a program loads a tile before it is done with the last one."""
+    ``ahead``: a program loads a tile before it is done with the last one; where a scan is cut, asks
+    for another's."""
 
     axis: int
     lane_dims: int

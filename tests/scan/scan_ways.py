@@ -13,7 +13,7 @@ from inductor_ext.testing import launches_interpreted
 # Tiles so small that a few dozen positions make many, in groups and groups of groups.
 TILES = {
     "looped": scan_launch.Tiling(2, 8, 1),
-    "shared": scan_launch.Tiling(2, 4, 1, 2),
+    "shared": scan_launch.Tiling(2, 4, 1, 2, fetch=3),
     "shared, by addresses": scan_launch.Tiling(1, 4, 1, 2, False),
 }
 KERNELS = tuple(TILES)

@@ -1,5 +1,6 @@
 """What the operations launch, compiled for an H200."""
 
+import dataclasses
 import re
 
 import pytest
@@ -13,12 +14,12 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ROWS = (4096, 65536), 1
 
 
-def kernel(program, shape, dim, given):
+def kernel(program, shape, dim, given, choice=None):
     """The binary of a program whose inputs are of these dtypes and lie densely."""
     inputs = [torch.empty(shape, dtype=dtype, device="meta") for dtype in given]
     outputs = [torch.empty(shape, dtype=dtype, device="meta") for dtype in program.outputs]
     (found,) = launch_binaries(
-        lambda: scan_launch.launch(program, inputs, outputs, dim), scan_launch
+        lambda: scan_launch.launch(program, inputs, outputs, dim, choice), scan_launch
     )
     return found
 
@@ -53,3 +54,16 @@ def test_a_column_is_scanned_by_threads(reverse):
     narrow = re.findall(r"ld\.global|st\.global\.[bfu]|cp\.async\.ca", binary.ptx)
     assert binary.spills == 0 and copies and stores and not narrow
     assert binary.ptx.count("shfl.sync") < 8 * stores  # a scan by shuffles has more than 40
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_long_row_asks_for_what_will_be_read(reverse):
+    """By one instruction of one thread, and loads of 16 bytes besides."""
+    program = programs.recurrence(FP32, False, reverse)
+    tile = scan_launch.Tiling(1, 4096, 4, 40, depth=9, fetch=132)
+    asking, without = (
+        kernel(program, (1, 1 << 24), 1, [FP32, FP32], choice)
+        for choice in (tile, dataclasses.replace(tile, fetch=0))
+    )
+    assert asking.ptx.count("cp.async.bulk.prefetch.L2") == len(program.inputs)
+    assert "cp.async.bulk" not in without.ptx

@@ -5,6 +5,8 @@ import random
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from inductor_ext.templates import scan as scan_module
 from inductor_ext.templates import scan_forms, scan_launch, scan_text
 from inductor_ext.templates.scan_launch import Tiling
@@ -18,7 +20,7 @@ WAYS = {
     "looped": Tiling(2, 8, 1),
     "looped, loaded ahead": Tiling(4, 8, 1, 0, True, 1),
     "looped, by addresses, ahead": Tiling(2, 4, 1, 0, False, 1),
-    "shared": Tiling(2, 4, 1, 2),
+    "shared": Tiling(2, 4, 1, 2, fetch=3),
     "shared, by addresses": Tiling(1, 2, 1, 2, False),
     "shared, groups of 3, the last one by tiles": Tiling(2, 2, 1, 3, depth=1),
 }
@@ -118,6 +120,23 @@ def test_programs_that_start_in_any_order_end(name, shape, dim, reverse, tile, o
     monkeypatch.setattr(scan_module, "PATIENCE", 2)
     for mine, theirs in zip(run(scan, inputs, dim, tile, order), expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@triton.jit
+def reading(some, address, size):
+    at = tl.arange(0, 64)
+    bytes = tl.load(address.to(tl.pointer_type(tl.int8)) + at, mask=at < size, other=0)
+    return some + 0 * tl.sum(bytes.to(tl.int32))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("shape", "dim"), [((3, 37), 1), ((2, 33, 2), 1)])
+def test_what_is_asked_for_is_in_the_tensors(shape, dim, reverse, monkeypatch):
+    """Reads outside of what a kernel was given raise in the interpreter."""
+    scan_text.kernel.cache_clear()
+    monkeypatch.setattr(scan_module, "fetch", reading)
+    agrees_with_torch(Tiling(1, 8, 1, 2, fetch=2), shape, dim, reverse)
+    scan_text.kernel.cache_clear()
 
 
 def test_more_groups_of_groups_than_a_window():
