@@ -7,6 +7,8 @@ import hashlib
 import importlib.util
 import linecache
 import re
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,11 +179,24 @@ def _shared_by_batches(program: Program, copied: tuple[int, ...]) -> bool:
     return any({"q", "k"} <= a and "b" not in a for a in axes)
 
 
+def standing(program: Program, axis: str) -> tuple[list[str], str]:
+    """(statements, result) of the function that reads inputs that vary along no more of rows and
+    keys than ``axis``, whose number it is given."""
+    values, at = [], 0
+    for given in program.inputs:
+        if set(given.axes) <= {"b", "h", axis}:
+            terms = [
+                f"tl.cast({a}, tl.int64) * inputs[{at + 1 + n}]" for n, a in enumerate(given.axes)
+            ]
+            values.append(f"tl.load({' + '.join([f'inputs[{at}]', *terms])})")
+        at += 1 + len(given.axes)
+    return [], _tuple(values)
+
+
 def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that read inputs. What a kernel gets as
     ``inputs`` are a pointer and the strides along its axes of each."""
     origins: list[str] = []
-    rows: list[str] = []
     keys: list[str] = []
     at = 0
     for i, given in enumerate(program.inputs):
@@ -192,8 +207,6 @@ def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, l
         if i in copied:
             continue
         if "k" not in given.axes:
-            near = f" + tl.cast(q, tl.int64) * {stride['q']}" if "q" in given.axes else ""
-            rows.append(f"tl.load({where}{near})")
             continue
         far = f" + tl.cast(q0, tl.int64) * {stride['q']}" if "q" in given.axes else ""
         near = f"q * {stride['q']} + " if "q" in given.axes else ""
@@ -208,7 +221,7 @@ def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, l
         origins.append(where + far)
     return {
         "origins": ("inputs, b, h, q0", [], _tuple(origins)),
-        "along_rows": ("inputs, b, h, q", [], _tuple(rows)),
+        "along_rows": ("inputs, b, h, q", *standing(program, "q")),
         "along_keys": (
             "inputs, at, q, k0, k, limit, MASKED: tl.constexpr",
             ["b = k0", *keys],
@@ -241,23 +254,60 @@ def functions(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str,
     }
 
 
+def module_of(
+    kernel: str, own: dict[str, tuple[str, list[str], str]], constants: dict[str, Any]
+) -> ModuleType:
+    """A fresh copy of the module ``kernel``, whose imports from ``attention_gluon_parts`` are of a
+    fresh copy of that, with a program's ``own`` functions and ``constants``."""
+    parts = f"{__package__}.attention_gluon_parts"
+    shared = _copy_of(parts)
+    for function, (arguments, body, result) in own.items():
+        setattr(shared, function, _function(function, arguments, body, result, parts))
+    for constant, value in constants.items():
+        setattr(shared, constant, tl.constexpr(value))
+    module: ModuleType = importlib.util.module_from_spec(_spec(f"{__package__}.{kernel}"))
+    with _importing:
+        before = sys.modules.get(parts)
+        sys.modules[parts] = shared
+        try:
+            _executed(module)
+        finally:
+            if before is None:
+                del sys.modules[parts]
+            else:
+                sys.modules[parts] = before
+    return module
+
+
+_importing = threading.Lock()
+
+
+def _spec(name: str) -> Any:
+    path = Path(__file__).with_name(f"{name.rpartition('.')[2]}.py")
+    return importlib.util.spec_from_file_location(name, path)
+
+
+def _executed(module: ModuleType) -> ModuleType:
+    assert module.__spec__ is not None and module.__spec__.loader is not None
+    module.__spec__.loader.exec_module(module)
+    return module
+
+
+def _copy_of(name: str) -> ModuleType:
+    return _executed(importlib.util.module_from_spec(_spec(name)))
+
+
 def define(program: Program, copied: tuple[int, ...] = ()) -> ModuleType:
     """A fresh copy of the module ``attention_gluon`` with the functions of a program; ``copied``:
     the inputs that are ``staged``."""
-    path = Path(__file__).with_name("attention_gluon.py")
-    name = f"{__package__}.attention_gluon"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for function, (arguments, body, result) in functions(program, copied).items():
-        setattr(module, function, _function(function, arguments, body, result, name))
-    module.SCORED = tl.constexpr(scored(program))
-    module.SPANS = tl.constexpr(len(program.row_spans))
-    module.DOCUMENTS = tl.constexpr(program.documents is not None)
-    module.STAGED = tl.constexpr(len(copied))
-    module.BATCHES_BESIDE = tl.constexpr(_shared_by_batches(program, copied))
-    return module
+    constants = {
+        "SCORED": scored(program),
+        "SPANS": len(program.row_spans),
+        "DOCUMENTS": program.documents is not None,
+        "STAGED": len(copied),
+        "BATCHES_BESIDE": _shared_by_batches(program, copied),
+    }
+    return module_of("attention_gluon", functions(program, copied), constants)
 
 
 kernels = functools.cache(define)
@@ -270,7 +320,16 @@ def _shared_layout(bits: int, vector: bool) -> Any:
     return NVMMASharedLayout(0 if vector else 128, bits, rank=4)
 
 
-def _described(x: torch.Tensor, block: list[int]) -> Any:
+def input_values(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """A pointer and the strides along its axes of each input."""
+    read: list[Any] = []
+    for given, x in zip(program.inputs, inputs, strict=True):
+        read += [x, *(x.stride("bhqk".index(axis)) for axis in given.axes)]
+    return tuple(read)
+
+
+def described(x: torch.Tensor, block: list[int]) -> Any:
+    """A tensor map of [B, H, S, D] and its blocks in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = _shared_layout(8 * x.element_size(), block[2] == 1)
@@ -313,9 +372,6 @@ def launch(
     row_tiles = triton.cdiv(rows, tile.rows)
     tiles = row_tiles * batch * heads
     held = max(1, tile.section_bytes // (columns * (d + dv) * k.element_size())) * group
-    read = []
-    for given, x in zip(program.inputs, inputs, strict=True):
-        read += [x, *(x.stride("bhqk".index(axis)) for axis in given.axes)]
     documents: tuple[Any, ...] = ()
     if program.documents:
         hulls = attention_documents.hulls(program, inputs, "q", tile.rows)
@@ -325,16 +381,16 @@ def launch(
     maps: list[Any] = []
     for i in copied:
         part = each if "q" in program.inputs[i].axes else 1
-        maps.append(_described(unexpanded(inputs[i]), [1, 1, part, tile.keys]))
+        maps.append(described(unexpanded(inputs[i]), [1, 1, part, tile.keys]))
     consumer, producer = tile.registers
     grid = (tiles if tile.schedule == "each" else min(tiles, multiprocessors),)
     # Where every program has one tile there is nothing to be told.
     dynamic = tile.schedule == "dynamic" and tiles > multiprocessors
     arguments = {
-        "q_desc": _described(q, [1, 1, each, d]),
-        "k_desc": _described(k, [1, 1, tile.keys, d]),
-        "v_desc": _described(v, [1, 1, tile.keys, dv]),
-        "out_desc": _described(out, [1, 1, each, dv]),
+        "q_desc": described(q, [1, 1, each, d]),
+        "k_desc": described(k, [1, 1, tile.keys, d]),
+        "v_desc": described(v, [1, 1, tile.keys, dv]),
+        "out_desc": described(out, [1, 1, each, dv]),
         **{f"x{j}_desc": maps[j] if j < len(maps) else None for j in range(MOST_STAGED)},
         "lse": lse,
         "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse,
@@ -349,7 +405,7 @@ def launch(
         "rows": rows,
         "columns": columns,
         "numbers": tuple(numbers),
-        "inputs": tuple(read),
+        "inputs": input_values(program, inputs),
         "documents": documents,
         "N": tile.keys,
         "STAGES": tile.stages,
