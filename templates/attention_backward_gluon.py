@@ -8,9 +8,9 @@ there, and dk and dv in registers; with everything transposed, [keys, rows],
     s = k q^T     dP = v do^T     p = exp2(score(s) - lse2)     ds = p * (dP - delta)
     dv += p do    dk += ds q
 
-p and ds are left operands as they come out of registers. The products of a block follow one
-another without a gap: the exponentials lie beside dP, ds beside dv, and the scores of the next
-block are started behind dk, before any of these has been waited for. dk and dv leave through the
+p and ds are left operands as they come out of registers. The exponentials of a block lie beside dP,
+ds beside dv, and the scores of the next block are started behind dk, so that a consumer's products
+follow one another almost without a gap. dk and dv leave through the
 memory of k and v. No two programs add to one place, so all is deterministic.
 
 Scores are those whose gradient is a multiple of ds, which is multiplied by it at the end.
@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -115,10 +114,11 @@ def scores_of(k_buffer, q_buffers, ready, count, S_LAYOUT: gl.constexpr):
     """Start the scores of the ``count``-th block, [KEYS, ROWS]."""
     STAGES: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
+    KEYS: gl.constexpr = k_buffer.shape[0]
     ring = count % STAGES
     mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
     q = q_buffers.index(ring).reshape((ROWS, q_buffers.shape[4])).permute((1, 0))
-    s = gl.zeros((k_buffer.shape[0], ROWS), gl.float32, layout=S_LAYOUT)
+    s = gl.zeros((KEYS, ROWS), gl.float32, layout=S_LAYOUT)
     return warpgroup_mma(k_buffer, q, s, use_acc=False, is_async=True)
 
 
@@ -132,10 +132,10 @@ def along(buffers, ring, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def step(
-    held, shared, state, count, begun, end, scale, place, fixed, q0, MASKED: gl.constexpr,
+    held, shared, state, count, end, scale, place, fixed, q0, MASKED: gl.constexpr,
     S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """A block of rows whose scores are under way."""
+    """A block of rows whose scores are there."""
     k_buffer, v_buffer = held
     buffers, barriers, sizes, numbers, _inputs = shared
     _k_buffers, _v_buffers, q_buffers, do_buffers, shift_buffers, delta_buffers, _told = buffers
@@ -147,15 +147,11 @@ def step(
     KEYS: gl.constexpr = k_buffer.shape[0]
     dtype: gl.constexpr = q_buffers.dtype
     b, h, k = place
-    # All but the scores: the block before is done with.
-    dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
-    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=count > begun)
     ring = count % STAGES
     do = do_buffers.index(ring).reshape((ROWS, do_buffers.shape[4]))
     dp = gl.zeros((KEYS, ROWS), gl.float32, layout=S_LAYOUT)
     dp = warpgroup_mma(v_buffer, do.permute((1, 0)), dp, use_acc=False, is_async=True)
     shift = along(shift_buffers, ring, S_LAYOUT)
-    s = warpgroup_mma_wait(1, deps=[s])
     q = gl.expand_dims(q0 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
     if SCORED:
         s = score(s, q, k, b, h, rows, columns, numbers, fixed, ())
@@ -176,6 +172,9 @@ def step(
     )
     # Behind the last block its own scores once more, which nobody reads.
     s = scores_of(k_buffer, q_buffers, ready, gl.minimum(count + 1, end), S_LAYOUT)
+    # Not across a loop's end: the assembler would start one product at a time.
+    dk, dv, s = warpgroup_mma_wait(0, deps=[dk, dv, s])
+    mbarrier.arrive(empty.index(ring), count=1)
     return dk, dv, s
 
 
@@ -217,25 +216,25 @@ def consume(results, shared, DYNAMIC: gl.constexpr, WHICH: gl.constexpr):
         k = gl.expand_dims(k0 + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
         # Keys that do not exist read the last one's inputs.
         near = gl.minimum(k, columns - 1)
-        begun = count
         end = count + group * (masked + whole) - 1
 
         mbarrier.wait(held_ready.index(WHICH), turn & 1)
         s = scores_of(k_buffer, q_buffers, ready, count, S_LAYOUT)
-        dk = warpgroup_mma_init(gl.zeros((KEYS, D), gl.float32, layout=K_LAYOUT))
-        dv = warpgroup_mma_init(gl.zeros((KEYS, V), gl.float32, layout=V_LAYOUT))
+        s = warpgroup_mma_wait(0, deps=[s])
+        dk = gl.zeros((KEYS, D), gl.float32, layout=K_LAYOUT)
+        dv = gl.zeros((KEYS, V), gl.float32, layout=V_LAYOUT)
         for member in range(0, group):
             h = kv * group + member
             fixed = along_rows(inputs, b, h, near)
             for i in range(0, masked):
                 dk, dv, s = step(
-                    (k_buffer, v_buffer), shared, (dk, dv, s), count, begun, end, scale,
+                    (k_buffer, v_buffer), shared, (dk, dv, s), count, end, scale,
                     (b, h, k), fixed, masked_block(i, found) * ROWS, True, S_LAYOUT,
                 )  # fmt: skip
                 count += 1
             for i in range(0, whole):
                 dk, dv, s = step(
-                    (k_buffer, v_buffer), shared, (dk, dv, s), count, begun, end, scale,
+                    (k_buffer, v_buffer), shared, (dk, dv, s), count, end, scale,
                     (b, h, k), fixed, whole_block(i, found) * ROWS, False, S_LAYOUT,
                 )  # fmt: skip
                 count += 1
@@ -246,8 +245,6 @@ def consume(results, shared, DYNAMIC: gl.constexpr, WHICH: gl.constexpr):
         else:
             tile += gl.num_programs(0)
         turn += 1
-        dk, dv, s = warpgroup_mma_wait(0, deps=[dk, dv, s])
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
         k_buffer.store((dk * slope).to(dtype))
         v_buffer.store(dv.to(dtype))
         fence_async_shared()

@@ -41,11 +41,6 @@ class Tile:
         return (240, 24) if self.consumers == 2 else (160, 32)
 
 
-def slope(program: Program) -> float | None:
-    """The number that ds is of the gradient for the score, where it is one number."""
-    return program.scale if program.slope is None else program.slope
-
-
 def takes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, program: Program
 ) -> bool:
@@ -53,7 +48,7 @@ def takes(
     return (
         applies(q, k, v, program)
         and applies(do, k, v, program)
-        and slope(program) is not None
+        and program.factor is not None
         and not program.documents
         and all("q" not in given.axes for given in program.inputs)
     )
@@ -100,7 +95,6 @@ def launch(
     held = max(1, tile.section_bytes // (rows * group * (d + value) * q.element_size()))
     dynamic = tile.dynamic and tiles > multiprocessors
     consumer, producer = tile.registers
-    factor = slope(program)
     arguments = {
         "q_desc": described(q, [1, 1, tile.rows, d]),
         "k_desc": described(k, [1, 1, tile.keys, d]),
@@ -118,7 +112,7 @@ def launch(
         "kv_heads": kv_heads,
         "group": group,
         "scale": 1.0 if scored(program) else (program.scale or 0.0) * LOG2E,
-        "slope": 1.0 if factor is None else factor,
+        "slope": program.factor,
         "rows": rows,
         "columns": columns,
         "numbers": tuple(numbers),

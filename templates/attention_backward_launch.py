@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.library import wrap_triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import attention_documents, attention_far, attention_forward
+from . import attention_backward_gluon_launch as gluon
+from . import attention_documents, attention_far, attention_forward, attention_gluon_launch
 from .attention_backward import (
     Form,
     gradient_axis,
@@ -285,6 +286,14 @@ class _Backward:
         programs = triton.cdiv(self.columns, chosen.block_n) * heads
         self._launch(keys_kernel(self.program, form), programs, values, chosen)
 
+    def keys_by_gluon(self, dk: Tensor, dv: Tensor) -> bool:
+        """dk and dv by the kernel of ``attention_backward_gluon``, where that pays."""
+        q, k, v, do = self.q, self.k, self.v, self.do
+        if not (gluon.takes(q, k, v, do, self.program) and attention_gluon_launch.pays(q, k, v)):
+            return False
+        gluon.keys(q, k, v, do, *self.delta, self.inputs, self.numbers, self.program, dk, dv)
+        return True
+
     def queries(
         self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling
     ) -> None:
@@ -450,9 +459,12 @@ def backward(
             length = call.padded if kind == "rows" else k.shape[2]
             sums[kind][i] = call.fp32(*q.shape[:2], length)
     sizes = {"rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[0] * q.shape[1]}
-    keys = keys or keys_tiling(program, dtype, head, value, **sizes)
     rows = rows or rows_tiling(program, dtype, head, value, **sizes)
-    if needed[1] or needed[2] or sums["columns"]:
+    both = needed[1] and needed[2] and not sums["columns"] and keys is None
+    if both and call.keys_by_gluon(dk, dv):
+        pass
+    elif needed[1] or needed[2] or sums["columns"]:
+        keys = keys or keys_tiling(program, dtype, head, value, **sizes)
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
     if needed[0] or sums["rows"] or pairs:
         call.queries(dq if needed[0] else None, sums["rows"], pairs, rows)

@@ -243,7 +243,7 @@ def step(
 @gluon.jit
 def consume(
     results, shared, PINGPONG: gl.constexpr, NAN: gl.constexpr, DYNAMIC: gl.constexpr,
-    WHICH: gl.constexpr,
+    IN_PLACE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows of every tile of a program: products, softmax, output."""
     out_desc, lse, scale = results
@@ -317,7 +317,8 @@ def consume(
             )  # fmt: skip
             count += 1
             steps += 1
-        mbarrier.arrive(q_empty.index(WHICH), count=1)
+        if not IN_PLACE:
+            mbarrier.arrive(q_empty.index(WHICH), count=1)
         if DYNAMIC:
             mbarrier.wait(tile_ready.index(turn & 1), (turn >> 1) & 1)
             tile = told(tile_buffers.index(turn & 1), ROWS // 16)
@@ -345,6 +346,9 @@ def consume(
         o_buffer.reshape((ROWS, V)).store(o.to(dtype))
         fence_async_shared()
         store(out_desc, [b, h, q0, 0], o_buffer)
+        if IN_PLACE:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(WHICH), count=1)
     tma.store_wait(0)
 
 
@@ -366,7 +370,7 @@ def attention_gluon(
     row_tiles, batches, query_heads, group, scale, rows, columns, numbers, inputs, documents,
     N: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, NAN: gl.constexpr,
-    DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    DYNAMIC: gl.constexpr, IN_PLACE: gl.constexpr, STAGED_BYTES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = k_desc.block_type.shape[3]
@@ -375,7 +379,10 @@ def attention_gluon(
     q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, D], k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, V], v_desc.layout)
-    o_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, V], out_desc.layout)
+    if IN_PLACE:
+        o_buffers = q_buffers
+    else:
+        o_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, V], out_desc.layout)
     maps = ()
     input_buffers = ()
     if STAGED >= 1:
@@ -419,7 +426,7 @@ def attention_gluon(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 0)),
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, IN_PLACE, 0)),
                 (produce, (sources, shared, DYNAMIC, STAGED_BYTES)),
             ],
             [1],
@@ -428,8 +435,8 @@ def attention_gluon(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 0)),
-                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 1)),
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, IN_PLACE, 0)),
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, IN_PLACE, 1)),
                 (produce, (sources, shared, DYNAMIC, STAGED_BYTES)),
             ],
             [ROWS // 16, 1],
@@ -438,9 +445,9 @@ def attention_gluon(
     else:
         gl.warp_specialize(
             [
-                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 0)),
-                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 1)),
-                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, 2)),
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, IN_PLACE, 0)),
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, IN_PLACE, 1)),
+                (consume, (results, shared, PINGPONG, NAN, DYNAMIC, IN_PLACE, 2)),
                 (produce, (sources, shared, DYNAMIC, STAGED_BYTES)),
             ],
             [ROWS // 16, ROWS // 16, 1],

@@ -38,7 +38,8 @@ class Tile:
     """``consumers`` of 16 * ``warps`` query rows each, against blocks of ``keys`` keys, of which
     ``stages`` are copied ahead. ``pingpong``: consumers take turns in starting products.
     ``schedule``: "each" is a program per tile; else one per multiprocessor takes tiles, every so
-    manyth ("static") or the next that nobody has taken ("dynamic")."""
+    manyth ("static") or the next that nobody has taken ("dynamic"). ``in_place``: the output leaves by
+    the memory of q, which comes later then; where D is Dv."""
 
     keys: int = 128
     consumers: int = 2
@@ -47,6 +48,7 @@ class Tile:
     pingpong: bool = True
     schedule: str = "dynamic"
     section_bytes: int = SECTION_BYTES
+    in_place: bool = False
 
     @property
     def rows(self) -> int:
@@ -414,6 +416,7 @@ def launch(
         "PINGPONG": tile.pingpong and tile.consumers > 1,
         "NAN": program.empty == "nan",
         "DYNAMIC": dynamic,
+        "IN_PLACE": tile.in_place and d == dv,
         "STAGED_BYTES": sum(_bytes(m, tile) for m in maps),
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
