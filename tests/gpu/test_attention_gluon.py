@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from inductor_ext.templates import attention_backward_gluon_launch as backward
 from inductor_ext.templates import attention_gluon_launch as launch
 from inductor_ext.templates.attention_program import Input, Program, Span
 
@@ -12,6 +13,7 @@ from inductor_ext.ops._attention_score import positions, read, write
 from inductor_ext.ops._attention_translate import program
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "attention"))
+from keys_cases import NAMES, Problem
 from score_ways import INF, SCORES, made, score, tensors
 
 pytestmark = pytest.mark.gpu
@@ -142,3 +144,22 @@ def test_rows_that_keep_nothing(poison):
         assert (lse[:, :, :170] == -INF).all()
         assert out[:, :, 170:].isfinite().all()
     judge(q, k, v, program(text, (), 0, "zero"), text, poison)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("B", "heads", "kv_heads", "rows", "columns", "d", "dv", "dtype"),
+    [(2, 8, 8, 1030, 1030, 128, 128, BF16), (2, 8, 2, 700, 1030, 64, 128, FP16)],
+)  # fmt: skip
+def test_gradients_of_keys(name, B, heads, kv_heads, rows, columns, d, dv, dtype, poison):
+    """dk and dv are right, and the same bits in every run."""
+    with torch.device("cuda"):
+        problem = Problem(name, B, heads, kv_heads, rows, columns, d, dv, dtype)
+    runs = []
+    for _ in range(3):
+        poison()
+        given, results = problem.arguments()
+        backward.keys(*given)
+        runs.append(results)
+    problem.judge(runs[0])
+    assert all(map(torch.equal, runs[0] + runs[0], runs[1] + runs[2]))

@@ -1,0 +1,48 @@
+"""dk and dv of the Hopper kernel, asked for directly, and what they should be."""
+
+import torch
+from backward_programs import SCORES, draw_inputs, gradients
+
+LOG2E = 1.4426950408889634
+# Those whose gradient is one number times ds, and that read nothing along the rows.
+NAMES = (
+    "scale", "negative scale", "causal", "lower right", "window", "sinks", "two spans", "slot bias",
+    "causal slot bias", "head bias",
+)  # fmt: skip
+
+
+class Problem:
+    """Tensors as projections leave them, [B, S, H, D] transposed, and their gradients: ``right`` by
+    fp64, ``eager`` in their own dtype. delta and lse2 are those of fp64."""
+
+    def __init__(self, name, B, heads, kv_heads, rows, columns, d, dv, dtype=torch.bfloat16):
+        self.score = score = SCORES[name]
+        sizes = (heads, rows, d), (kv_heads, columns, d), (kv_heads, columns, dv), (heads, rows, dv)
+        drawn = [torch.randn(B, n, h, e).to(dtype).transpose(1, 2) for h, n, e in sizes]
+        self.q, self.k, self.v, self.do = q, k, v, do = drawn
+        self.inputs = draw_inputs(score, B, heads, rows, columns)
+        wide = [x.double() if x.is_floating_point() else x for x in self.inputs]
+        given = [t.double() for t in (q, k, v)]
+        out, lse, (_, *right) = gradients(score, *given, wide, do.double())
+        _, _, (_, *eager) = gradients(score, q, k, v, self.inputs, do)
+        self.right, self.eager = right[:2], eager[:2]
+        padded = -(-rows // 128) * 128
+        self.delta = torch.zeros(B, heads, padded)
+        self.shift = torch.full((B, heads, padded), torch.inf)
+        self.delta[..., :rows] = (out * do.double()).sum(-1)
+        self.shift[..., :rows] = (lse * LOG2E).masked_fill(lse == -torch.inf, torch.inf)
+
+    def arguments(self):
+        """What ``attention_backward_gluon_launch.keys`` is given, and its results, of NaN."""
+        results = torch.full_like(self.k, torch.nan), torch.full_like(self.v, torch.nan)
+        given = (self.q, self.k, self.v, self.do, self.delta, self.shift, self.inputs)
+        return (*given, self.score.numbers, self.score.program, *results), results
+
+    def judge(self, results):
+        """By fp64: twice eager's error and the dtype's rounding."""
+        for name, mine, right, eager in zip(
+            ("dk", "dv"), results, self.right, self.eager, strict=True
+        ):
+            allowed = 2 * (eager.double() - right).abs().max()
+            allowed = allowed + right.abs().max() * torch.finfo(mine.dtype).eps
+            assert (mine.double() - right).abs().max() <= allowed, name
