@@ -1,4 +1,5 @@
-"""Launch of ``attention_backward_gluon``: where it applies, its tiles, its tensor maps."""
+"""Launches of ``attention_keys_gluon`` and ``attention_rows_gluon``, the Hopper kernels of
+attention's backward: where they apply, their tiles, their tensor maps."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from .attention_gluon_launch import (
     applies,
@@ -21,15 +23,18 @@ from .attention_gluon_launch import (
 )
 from .attention_program import LOG2E, Program
 
+PARTS = {"keys": "k", "rows": "q"}  # the axis that a kernel's programs lie along
+
 
 @dataclass(frozen=True)
 class Tile:
-    """``consumers`` of ``keys`` keys each, against blocks of ``rows`` query rows, of which
-    ``stages`` are copied ahead. ``dynamic``: programs take the next tile that nobody has taken;
-    else there is a program per tile. ``section_bytes``: of q and do that stay in the L2."""
+    """``consumers`` that hold ``held`` keys (or rows) each, against blocks of ``streamed`` rows (or
+    keys), of which ``stages`` are copied ahead. ``dynamic``: programs take the next tile that
+    nobody has taken; else there is a program per tile. ``section_bytes``: of what is streamed that
+    stays in the L2."""
 
-    rows: int = 64
-    keys: int = 64
+    streamed: int = 64
+    held: int = 64
     consumers: int = 2
     stages: int = 3
     dynamic: bool = True
@@ -41,101 +46,167 @@ class Tile:
         return (240, 24) if self.consumers == 2 else (160, 32)
 
 
-def takes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, program: Program
-) -> bool:
+def takes(part: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, program: Program) -> bool:
     """Whether ``launch`` takes these arguments. Reads no values and launches nothing."""
+    loop = "q" if part == "keys" else "k"
     return (
         applies(q, k, v, program)
         and applies(do, k, v, program)
         and program.factor is not None
         and not program.documents
-        and all("q" not in given.axes for given in program.inputs)
+        and all(loop not in given.axes for given in program.inputs)
     )
 
 
-def functions(program: Program) -> dict[str, tuple[str, list[str], str]]:
+def functions(part: str, program: Program) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that are a program's own; see
-    ``attention_gluon_launch.functions``. No input varies along the rows, which is the loop's axis."""
+    ``attention_gluon_launch.functions``. No input varies along the loop's axis."""
     numbers = [f"n{i} = numbers[{i}]" for i in range(program.numbers)]
     values = [f"x{i} = fixed[{i}]" for i in range(len(program.inputs))]
-    bounds = [b for s in program.column_spans for b in (s.lo, s.hi, s.full_lo, s.full_hi)]
+    spans = program.column_spans if part == "keys" else program.row_spans
+    bounds = [b for s in spans for b in (s.lo, s.hi, s.full_lo, s.full_hi)]
+    along = "k0, k1, columns, rows" if part == "keys" else "q0, q1, rows, columns"
     common = "b, h, rows, columns, numbers, fixed, moving"
     score = [*numbers, *values, *program.score.splitlines()] if scored(program) else []
     keep = [*numbers, *values, *program.keep.splitlines()] if program.keep else []
+    axis = PARTS[part]
+    everything = "q < rows" if part == "keys" else "k < columns"
     return {
-        "spans": ("k0, k1, columns, rows, numbers", numbers, f"({', '.join(bounds)},)"),
-        "along_rows": ("inputs, b, h, k", *standing(program, "k")),
+        "spans": (f"{along}, numbers", numbers, f"({', '.join(bounds)},)"),
+        "along_rows": (f"inputs, b, h, {axis}", *standing(program, axis)),
         "score": (f"s, q, k, {common}", score, "r" if score else "s"),
-        "keep": (f"q, k, {common}", keep, "keep" if keep else "q < rows"),
+        "keep": (f"q, k, {common}", keep, "keep" if keep else everything),
     }
 
 
-def define(program: Program) -> ModuleType:
-    """A fresh copy of the module ``attention_backward_gluon`` with a program's functions."""
-    constants = {"SCORED": scored(program), "SPANS": len(program.column_spans)}
-    return module_of("attention_backward_gluon", functions(program), constants)
+def define(part: str, program: Program) -> ModuleType:
+    """A fresh copy of the module of a kernel with a program's functions."""
+    spans = program.column_spans if part == "keys" else program.row_spans
+    constants = {"SCORED": scored(program), "SPANS": len(spans)}
+    return module_of(f"attention_{part}_gluon", functions(part, program), constants)
 
 
 kernels = functools.cache(define)
 
 
-def launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, delta: torch.Tensor,
-    shift: torch.Tensor, inputs: Sequence[torch.Tensor], numbers: Sequence[int], program: Program,
-    dk: torch.Tensor, dv: torch.Tensor, tile: Tile, multiprocessors: int,
-) -> tuple[Any, tuple[int], dict[str, Any]]:  # fmt: skip
-    """(kernel, grid, arguments by name): the launch that fills ``dk`` and ``dv``. delta, shift:
-    [B, Hq, at least Sq] in fp32, in whole blocks of rows."""
-    batch, heads, rows, d = q.shape
-    kv_heads, columns, value = k.shape[1], k.shape[2], v.shape[3]
-    group = heads // kv_heads
-    key_tiles = triton.cdiv(columns, tile.keys * tile.consumers)
-    tiles = key_tiles * batch * kv_heads
-    held = max(1, tile.section_bytes // (rows * group * (d + value) * q.element_size()))
-    dynamic = tile.dynamic and tiles > multiprocessors
+def _common(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
+    program: Program, tile: Tile, blocks: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of both kernels; ``blocks``: query rows and keys."""
+    row_block, key_block = blocks
     consumer, producer = tile.registers
-    arguments = {
-        "q_desc": described(q, [1, 1, tile.rows, d]),
-        "k_desc": described(k, [1, 1, tile.keys, d]),
-        "v_desc": described(v, [1, 1, tile.keys, value]),
-        "do_desc": described(do, [1, 1, tile.rows, value]),
-        "shift_desc": described(shift.unsqueeze(2), [1, 1, 1, tile.rows]),
-        "delta_desc": described(delta.unsqueeze(2), [1, 1, 1, tile.rows]),
-        "dk_desc": described(dk, [1, 1, tile.keys, d]),
-        "dv_desc": described(dv, [1, 1, tile.keys, value]),
-        "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else delta,
-        "tiles": tiles,
-        "heads": batch * kv_heads,
-        "sections": max(batch * kv_heads // held, 1),
-        "key_tiles": key_tiles,
-        "kv_heads": kv_heads,
-        "group": group,
+    return {
+        "q_desc": described(q, [1, 1, row_block, q.shape[3]]),
+        "k_desc": described(k, [1, 1, key_block, k.shape[3]]),
+        "v_desc": described(v, [1, 1, key_block, v.shape[3]]),
+        "do_desc": described(do, [1, 1, row_block, do.shape[3]]),
+        "group": q.shape[1] // k.shape[1],
         "scale": 1.0 if scored(program) else (program.scale or 0.0) * LOG2E,
         "slope": program.factor,
-        "rows": rows,
-        "columns": columns,
+        "rows": q.shape[2],
+        "columns": k.shape[2],
         "numbers": tuple(numbers),
         "inputs": input_values(program, inputs),
         "STAGES": tile.stages,
         "CONSUMERS": tile.consumers,
-        "DYNAMIC": dynamic,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
-        "num_warps": tile.keys // 16,
+        "num_warps": tile.held // 16,
     }
-    grid = (min(tiles, multiprocessors) if dynamic else tiles,)
-    return kernels(program).attention_keys_gluon, grid, arguments
+
+
+def _schedule(
+    part: str, tiles_of_head: int, heads: int, streamed: int, tile: Tile, multiprocessors: int,
+    spare: Tensor,
+) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
+    """(grid, arguments): who computes which tiles. ``streamed``: bytes of a head."""
+    tiles = tiles_of_head * heads
+    dynamic = tile.dynamic and tiles > multiprocessors
+    counter = torch.zeros(1, dtype=torch.int32, device=spare.device) if dynamic else spare
+    return (min(tiles, multiprocessors) if dynamic else tiles,), {
+        "counter": counter,
+        "tiles": tiles,
+        "heads": heads,
+        "sections": max(heads // max(1, tile.section_bytes // streamed), 1),
+        f"{part}_tiles": tiles_of_head,
+        "DYNAMIC": dynamic,
+    }
+
+
+def launch_keys(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, shift: Tensor,
+    inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, dk: Tensor, dv: Tensor,
+    tile: Tile, multiprocessors: int,
+) -> tuple[Any, tuple[int], dict[str, Any]]:  # fmt: skip
+    """(kernel, grid, arguments by name): the launch that fills ``dk`` and ``dv``. delta, shift:
+    [B, Hq, at least Sq] in fp32, in whole blocks of rows."""
+    heads = k.shape[0] * k.shape[1]
+    streamed = (q.numel() + do.numel()) // heads * q.element_size()
+    arguments = _common(
+        q, k, v, do, inputs, numbers, program, tile, (tile.streamed, tile.held)
+    )  # fmt: skip
+    line = [1, 1, 1, tile.streamed]
+    arguments |= {
+        "shift_desc": described(shift.unsqueeze(2), line),
+        "delta_desc": described(delta.unsqueeze(2), line),
+        "dk_desc": described(dk, [1, 1, tile.held, dk.shape[3]]),
+        "dv_desc": described(dv, [1, 1, tile.held, dv.shape[3]]),
+        "kv_heads": k.shape[1],
+    }
+    each = triton.cdiv(k.shape[2], tile.held * tile.consumers)
+    grid, schedule = _schedule("key", each, heads, streamed, tile, multiprocessors, delta)
+    return kernels("keys", program).attention_keys_gluon, grid, arguments | schedule
+
+
+def launch_rows(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, shift: Tensor,
+    inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, dq: Tensor, tile: Tile,
+    multiprocessors: int,
+) -> tuple[Any, tuple[int], dict[str, Any]]:  # fmt: skip
+    """(kernel, grid, arguments by name): the launch that fills ``dq``."""
+    heads = q.shape[0] * q.shape[1]
+    streamed = (k.numel() + v.numel()) // heads * k.element_size()  # a group reads the same
+    arguments = _common(
+        q, k, v, do, inputs, numbers, program, tile, (tile.held, tile.streamed)
+    )  # fmt: skip
+    arguments |= {
+        "shift_ptr": shift,
+        "delta_ptr": delta,
+        "padded": shift.shape[2],
+        "dq_desc": described(dq, [1, 1, tile.held, dq.shape[3]]),
+        "query_heads": q.shape[1],
+    }
+    each = triton.cdiv(q.shape[2], tile.held * tile.consumers)
+    grid, schedule = _schedule("row", each, heads, streamed, tile, multiprocessors, delta)
+    return kernels("rows", program).attention_rows_gluon, grid, arguments | schedule
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, delta: torch.Tensor,
-    shift: torch.Tensor, inputs: Sequence[torch.Tensor], numbers: Sequence[int], program: Program,
-    dk: torch.Tensor, dv: torch.Tensor, tile: Tile | None = None,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, shift: Tensor,
+    inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, dk: Tensor, dv: Tensor,
+    tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """Fill dk and dv, of k's and v's shapes, for which ``takes`` has to hold; deterministic."""
-    count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    kernel, grid, arguments = launch(
-        q, k, v, do, delta, shift, inputs, numbers, program, dk, dv, tile or Tile(), count
-    )
+    kernel, grid, arguments = launch_keys(
+        q, k, v, do, delta, shift, inputs, numbers, program, dk, dv, tile or Tile(),
+        _multiprocessors(q),
+    )  # fmt: skip
+    kernel[grid](**arguments)
+
+
+def rows(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, shift: Tensor,
+    inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, dq: Tensor,
+    tile: Tile | None = None,
+) -> None:  # fmt: skip
+    """Fill dq, of q's shape, for which ``takes`` has to hold; deterministic."""
+    kernel, grid, arguments = launch_rows(
+        q, k, v, do, delta, shift, inputs, numbers, program, dq, tile or Tile(),
+        _multiprocessors(q),
+    )  # fmt: skip
     kernel[grid](**arguments)

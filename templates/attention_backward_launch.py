@@ -286,13 +286,16 @@ class _Backward:
         programs = triton.cdiv(self.columns, chosen.block_n) * heads
         self._launch(keys_kernel(self.program, form), programs, values, chosen)
 
-    def keys_by_gluon(self, dk: Tensor, dv: Tensor) -> bool:
-        """dk and dv by the kernel of ``attention_backward_gluon``, where that pays."""
-        q, k, v, do = self.q, self.k, self.v, self.do
-        if not (gluon.takes(q, k, v, do, self.program) and attention_gluon_launch.pays(q, k, v)):
-            return False
-        gluon.keys(q, k, v, do, *self.delta, self.inputs, self.numbers, self.program, dk, dv)
-        return True
+    def by_gluon(self, part: str) -> bool:
+        """Whether dk and dv ("keys") or dq ("rows") alone are the Hopper kernel's."""
+        tensors = self.q, self.k, self.v
+        pays = attention_gluon_launch.pays(*tensors)
+        return pays and gluon.takes(part, *tensors, self.do, self.program)
+
+    def given(self) -> tuple[Any, ...]:
+        """What the Hopper kernels are given."""
+        tensors = (self.q, self.k, self.v, self.do, *self.delta, self.inputs, self.numbers)
+        return (*tensors, self.program)
 
     def queries(
         self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling
@@ -459,14 +462,18 @@ def backward(
             length = call.padded if kind == "rows" else k.shape[2]
             sums[kind][i] = call.fp32(*q.shape[:2], length)
     sizes = {"rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[0] * q.shape[1]}
-    rows = rows or rows_tiling(program, dtype, head, value, **sizes)
-    both = needed[1] and needed[2] and not sums["columns"] and keys is None
-    if both and call.keys_by_gluon(dk, dv):
-        pass
-    elif needed[1] or needed[2] or sums["columns"]:
+    of_keys, of_rows = needed[1] or needed[2] or sums["columns"], needed[0] or sums["rows"] or pairs
+    alone = needed[1] and needed[2] and not sums["columns"] and keys is None
+    if alone and call.by_gluon("keys"):
+        gluon.keys(*call.given(), dk, dv)
+    elif of_keys:
         keys = keys or keys_tiling(program, dtype, head, value, **sizes)
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
-    if needed[0] or sums["rows"] or pairs:
+    alone = needed[0] and not sums["rows"] and not pairs and rows is None
+    if alone and call.by_gluon("rows"):
+        gluon.rows(*call.given(), dq)
+    elif of_rows:
+        rows = rows or rows_tiling(program, dtype, head, value, **sizes)
         call.queries(dq if needed[0] else None, sums["rows"], pairs, rows)
     for kind, at in (("rows", 3), ("columns", 2)):
         for i, partials in sums[kind].items():

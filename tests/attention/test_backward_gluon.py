@@ -1,4 +1,4 @@
-"""The Hopper kernel of dk and dv: its numbers and barriers emulated, and its machine code."""
+"""The Hopper kernels of gradients: their numbers and barriers emulated, and their machine code."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ from inductor_ext.templates import attention_backward_gluon_launch as launch
 from inductor_ext.templates import attention_gluon_launch
 from inductor_ext.templates.attention_backward_gluon_launch import Tile
 from inductor_ext.templates.attention_program import Input
-from keys_cases import NAMES, Problem
+from hopper_gradients import NAMES, Problem
 
 from inductor_ext.testing.gluon import gluon_binary
 from inductor_ext.testing.gluon_interpreter import interpret
@@ -18,45 +18,52 @@ from inductor_ext.testing.gluon_interpreter import interpret
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def check(problem, tile=Tile(), programs=2, delay=0.0):  # noqa: B008
-    given, results = problem.arguments()
-    _, grid, arguments = launch.launch(*given, tile, programs)
+PARTS = ("keys", "rows")
+
+
+def check(part, problem, tile=Tile(), programs=2, delay=0.0):  # noqa: B008
+    given, results = problem.arguments(part)
+    _, grid, arguments = getattr(launch, f"launch_{part}")(*given, tile, programs)
     program = problem.score.program
-    interpret(lambda: launch.define(program).attention_keys_gluon, grid[0], arguments, delay)
-    problem.judge(results)
+    kernel = f"attention_{part}_gluon"
+    interpret(lambda: getattr(launch.define(part, program), kernel), grid[0], arguments, delay)
+    problem.judge(part, results)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_score(name):
-    check(Problem(name, 1, 2, 1, 150, 280, 64, 64))
+@pytest.mark.parametrize(("part", "name"), [(p, n) for p in PARTS for n in NAMES[p]])
+def test_every_score(part, name):
+    check(part, Problem(name, 1, 2, 1, 90, 150, 64, 64))
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     ("tile", "delay"),
-    [(Tile(), 0.003), (Tile(stages=2), 0.0), (Tile(rows=128, dynamic=False), 0.0),
+    [(Tile(), 0.003), (Tile(stages=2), 0.0), (Tile(streamed=128, dynamic=False), 0.0),
      (Tile(consumers=3, stages=2), 0.003)],
 )  # fmt: skip
-def test_every_tile_computes_gradients_and_ends(tile, delay):
-    check(Problem("causal", 2, 4, 2, 300, 391, 64, 128, FP16), tile, delay=delay)
+def test_every_tile_computes_gradients_and_ends(part, tile, delay):
+    check(part, Problem("causal", 1, 4, 2, 300, 391, 64, 128, FP16), tile, delay=delay)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (17, 700), (257, 5)])
-def test_odd_sizes(rows, columns):
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (17, 300), (257, 5)])
+def test_odd_sizes(part, rows, columns):
     """Among them rows that keep nothing, and keys that no row keeps."""
-    check(Problem("lower right", 1, 2, 2, rows, columns, 128, 64))
+    check(part, Problem("lower right", 1, 2, 2, rows, columns, 128, 64))
 
 
-def test_what_it_takes(monkeypatch):
+@pytest.mark.parametrize("part", PARTS)
+def test_what_it_takes(part, monkeypatch):
     q = torch.empty(1, 2, 8, 64, dtype=BF16)
-    assert not launch.takes(q, q, q, q, SCORES["causal"].program)  # on no Hopper
+    assert not launch.takes(part, q, q, q, q, SCORES["causal"].program)  # on no Hopper
     monkeypatch.setattr(attention_gluon_launch, "_hopper", lambda device: True)
     monkeypatch.setattr(attention_gluon_launch, "available", lambda: True)
     for name, score in SCORES.items():
-        assert launch.takes(q, q, q, q, score.program) == (name in (*NAMES, "shared slot bias"))
+        assert launch.takes(part, q, q, q, q, score.program) == (name in NAMES[part])
     causal = SCORES["causal"].program
-    assert not launch.takes(q, q, q, q.expand(3, 2, 8, 64)[:, :1], causal)  # a step of 0
-    assert not launch.takes(q, q, q, q.float(), causal)
-    assert not launch.takes(q, q, q, q, dataclasses.replace(causal, dropout=True))
+    assert not launch.takes(part, q, q, q, q[:, :1].expand(q.shape), causal)  # a step of 0
+    assert not launch.takes(part, q, q, q, q.float(), causal)
+    assert not launch.takes(part, q, q, q, q, dataclasses.replace(causal, dropout=True))
 
 
 ALIBI = dataclasses.replace(
@@ -66,15 +73,15 @@ ALIBI = dataclasses.replace(
 
 
 @pytest.mark.skipif(not attention_gluon_launch.available(), reason="another Triton")
-@pytest.mark.parametrize(
-    ("program", "d"), [(SCORES["causal"].program, 128), (ALIBI, 128), (SCORES["scale"].program, 64)]
-)
-def test_machine_code(program, d):
-    tensors = [torch.empty(2, 4, 1000, d, dtype=BF16, device="meta") for _ in range(6)]
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("program", [SCORES["causal"].program, ALIBI], ids=["causal", "alibi"])
+def test_machine_code(part, program):
+    tensors = [torch.empty(2, 4, 1000, 128, dtype=BF16, device="meta") for _ in range(6)]
     sums = torch.empty(2, 4, 1024, device="meta")
     inputs = [torch.empty(1, 4, 1, 1, device="meta") for _ in program.inputs]
-    kernel, _, arguments = launch.launch(
-        *tensors[:4], sums, sums, inputs, (), program, *tensors[4:], Tile(), 4
+    results = tensors[4:] if part == "keys" else tensors[4:5]
+    kernel, _, arguments = getattr(launch, f"launch_{part}")(
+        *tensors[:4], sums, sums, inputs, (), program, *results, Tile(), 4
     )
     binary, sass = gluon_binary(kernel, arguments)
     assert binary.target == "sm_90a" and binary.shared_bytes <= 227 << 10

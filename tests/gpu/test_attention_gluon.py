@@ -13,7 +13,7 @@ from inductor_ext.ops._attention_score import positions, read, write
 from inductor_ext.ops._attention_translate import program
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "attention"))
-from keys_cases import NAMES, Problem
+from hopper_gradients import NAMES, Problem
 from score_ways import INF, SCORES, made, score, tensors
 
 pytestmark = pytest.mark.gpu
@@ -146,20 +146,20 @@ def test_rows_that_keep_nothing(poison):
     judge(q, k, v, program(text, (), 0, "zero"), text, poison)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("part", "name"), [(p, n) for p in NAMES for n in NAMES[p]])
 @pytest.mark.parametrize(
     ("B", "heads", "kv_heads", "rows", "columns", "d", "dv", "dtype"),
     [(2, 8, 8, 1030, 1030, 128, 128, BF16), (2, 8, 2, 700, 1030, 64, 128, FP16)],
 )  # fmt: skip
-def test_gradients_of_keys(name, B, heads, kv_heads, rows, columns, d, dv, dtype, poison):
-    """dk and dv are right, and the same bits in every run."""
+def test_gradients(part, name, B, heads, kv_heads, rows, columns, d, dv, dtype, poison):
+    """dk and dv, and dq, are right, and the same bits in every run."""
     with torch.device("cuda"):
         problem = Problem(name, B, heads, kv_heads, rows, columns, d, dv, dtype)
     runs = []
     for _ in range(3):
         poison()
-        given, results = problem.arguments()
-        backward.keys(*given)
+        given, results = problem.arguments(part)
+        getattr(backward, part)(*given)
         runs.append(results)
-    problem.judge(runs[0])
-    assert all(map(torch.equal, runs[0] + runs[0], runs[1] + runs[2]))
+    problem.judge(part, runs[0])
+    assert all(map(torch.equal, runs[0] * 2, runs[1] + runs[2]))

@@ -1,14 +1,16 @@
-"""dk and dv of the Hopper kernel, asked for directly, and what they should be."""
+"""Gradients of the Hopper kernels, asked for directly, and what they should be."""
 
 import torch
 from backward_programs import SCORES, draw_inputs, gradients
 
 LOG2E = 1.4426950408889634
-# Those whose gradient is one number times ds, and that read nothing along the rows.
-NAMES = (
-    "scale", "negative scale", "causal", "lower right", "window", "sinks", "two spans", "slot bias",
-    "causal slot bias", "head bias",
+# Those whose gradient is one number times ds, and that read nothing along the axis of the loop.
+BOTH = (
+    "scale", "negative scale", "causal", "lower right", "window", "sinks", "two spans", "head bias",
 )  # fmt: skip
+NAMES = {
+    "keys": (*BOTH, "slot bias", "causal slot bias", "shared slot bias"), "rows": (*BOTH, "row bias"),
+}  # fmt: skip
 
 
 class Problem:
@@ -23,26 +25,27 @@ class Problem:
         self.inputs = draw_inputs(score, B, heads, rows, columns)
         wide = [x.double() if x.is_floating_point() else x for x in self.inputs]
         given = [t.double() for t in (q, k, v)]
-        out, lse, (_, *right) = gradients(score, *given, wide, do.double())
-        _, _, (_, *eager) = gradients(score, q, k, v, self.inputs, do)
-        self.right, self.eager = right[:2], eager[:2]
+        out, lse, right = gradients(score, *given, wide, do.double())
+        _, _, eager = gradients(score, q, k, v, self.inputs, do)
+        self.right, self.eager = right[:3], eager[:3]
         padded = -(-rows // 128) * 128
         self.delta = torch.zeros(B, heads, padded)
         self.shift = torch.full((B, heads, padded), torch.inf)
         self.delta[..., :rows] = (out * do.double()).sum(-1)
         self.shift[..., :rows] = (lse * LOG2E).masked_fill(lse == -torch.inf, torch.inf)
 
-    def arguments(self):
-        """What ``attention_backward_gluon_launch.keys`` is given, and its results, of NaN."""
-        results = torch.full_like(self.k, torch.nan), torch.full_like(self.v, torch.nan)
+    def arguments(self, part):
+        """What ``attention_backward_gluon_launch.keys`` or ``rows`` is given, and its results, of
+        NaN."""
+        tensors = (self.k, self.v) if part == "keys" else (self.q,)
+        results = tuple(torch.full_like(t, torch.nan) for t in tensors)
         given = (self.q, self.k, self.v, self.do, self.delta, self.shift, self.inputs)
         return (*given, self.score.numbers, self.score.program, *results), results
 
-    def judge(self, results):
+    def judge(self, part, results):
         """By fp64: twice eager's error and the dtype's rounding."""
-        for name, mine, right, eager in zip(
-            ("dk", "dv"), results, self.right, self.eager, strict=True
-        ):
+        which = slice(1, 3) if part == "keys" else slice(1)
+        for mine, right, eager in zip(results, self.right[which], self.eager[which], strict=True):
             allowed = 2 * (eager.double() - right).abs().max()
             allowed = allowed + right.abs().max() * torch.finfo(mine.dtype).eps
-            assert (mine.double() - right).abs().max() <= allowed, name
+            assert (mine.double() - right).abs().max() <= allowed
