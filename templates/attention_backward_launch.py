@@ -465,13 +465,13 @@ def backward(
     of_keys, of_rows = needed[1] or needed[2] or sums["columns"], needed[0] or sums["rows"] or pairs
     alone = needed[1] and needed[2] and not sums["columns"] and keys is None
     if alone and call.by_gluon("keys"):
-        gluon.keys(*call.given(), dk, dv)
+        gluon.keys(*call.given(), dk=dk, dv=dv)
     elif of_keys:
         keys = keys or keys_tiling(program, dtype, head, value, **sizes)
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
     alone = needed[0] and not sums["rows"] and not pairs and rows is None
     if alone and call.by_gluon("rows"):
-        gluon.rows(*call.given(), dq)
+        gluon.rows(*call.given(), dq=dq)
     elif of_rows:
         rows = rows or rows_tiling(program, dtype, head, value, **sizes)
         call.queries(dq if needed[0] else None, sums["rows"], pairs, rows)

@@ -370,8 +370,8 @@ def attention_gluon(
     row_tiles, batches, query_heads, group, scale, rows, columns, numbers, inputs, documents,
     N: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, NAN: gl.constexpr,
-    DYNAMIC: gl.constexpr, IN_PLACE: gl.constexpr, STAGED_BYTES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    DYNAMIC: gl.constexpr, IN_PLACE: gl.constexpr, STAGED_BYTES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = k_desc.block_type.shape[3]
     V: gl.constexpr = v_desc.block_type.shape[3]

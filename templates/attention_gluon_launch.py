@@ -38,8 +38,8 @@ class Tile:
     """``consumers`` of 16 * ``warps`` query rows each, against blocks of ``keys`` keys, of which
     ``stages`` are copied ahead. ``pingpong``: consumers take turns in starting products.
     ``schedule``: "each" is a program per tile; else one per multiprocessor takes tiles, every so
-    manyth ("static") or the next that nobody has taken ("dynamic"). ``in_place``: the output leaves by
-    the memory of q, which comes later then; where D is Dv."""
+    manyth ("static") or the next that nobody has taken ("dynamic"). ``in_place``: the output leaves
+    by the memory of q, so that the next tile's q comes later; where D is Dv."""
 
     keys: int = 128
     consumers: int = 2

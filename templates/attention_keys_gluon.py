@@ -186,13 +186,12 @@ def consume(results, shared, DYNAMIC: gl.constexpr, WHICH: gl.constexpr):
     k_buffers, v_buffers, q_buffers, _do_buffers, _shift_buffers, _delta_buffers, tile_buffers = (
         buffers
     )
-    held_ready, held_empty, ready, empty, tile_ready, tile_empty = barriers
+    held_ready, held_empty, ready, _empty, tile_ready, tile_empty = barriers
     tiles, heads, sections, key_tiles, kv_heads, group, rows, columns = sizes
     CONSUMERS: gl.constexpr = k_buffers.shape[0]
     KEYS: gl.constexpr = k_buffers.shape[3]
     D: gl.constexpr = k_buffers.shape[4]
     V: gl.constexpr = v_buffers.shape[4]
-    STAGES: gl.constexpr = q_buffers.shape[0]
     ROWS: gl.constexpr = q_buffers.shape[3]
     WARPS: gl.constexpr = [KEYS // 16, 1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, ROWS, 16])

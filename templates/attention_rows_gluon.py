@@ -7,8 +7,8 @@ consumer holds its rows of q and of the gradient do there, and dq in registers:
     s = q k^T     dP = do v^T     p = exp2(score(s) - lse2)     ds = p * (dP - delta)
     dq += ds k
 
-ds is a left operand as it comes out of registers. The exponentials of a block lie beside dP, and the
-scores of the next block are started behind dq. dq leaves through the memory of q.
+ds is a left operand as it comes out of registers. The exponentials of a block lie beside dP, and
+the scores of the next block are started behind dq. dq leaves through the memory of q.
 
 Scores are those whose gradient is a multiple of ds, which is multiplied by it at the end.
 """

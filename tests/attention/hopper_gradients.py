@@ -9,8 +9,9 @@ BOTH = (
     "scale", "negative scale", "causal", "lower right", "window", "sinks", "two spans", "head bias",
 )  # fmt: skip
 NAMES = {
-    "keys": (*BOTH, "slot bias", "causal slot bias", "shared slot bias"), "rows": (*BOTH, "row bias"),
-}  # fmt: skip
+    "keys": (*BOTH, "slot bias", "causal slot bias", "shared slot bias"),
+    "rows": (*BOTH, "row bias"),
+}
 
 
 class Problem:

@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 from backward_programs import SCORES
+from hopper_gradients import NAMES, Problem
 from inductor_ext.templates import attention_backward_gluon_launch as launch
 from inductor_ext.templates import attention_gluon_launch
 from inductor_ext.templates.attention_backward_gluon_launch import Tile
 from inductor_ext.templates.attention_program import Input
-from hopper_gradients import NAMES, Problem
 
 from inductor_ext.testing.gluon import gluon_binary
 from inductor_ext.testing.gluon_interpreter import interpret
