@@ -292,10 +292,17 @@ class _Backward:
         pays = attention_gluon_launch.pays(*tensors)
         return pays and gluon.takes(part, *tensors, self.do, self.program)
 
-    def given(self) -> tuple[Any, ...]:
-        """What the Hopper kernels are given."""
-        tensors = (self.q, self.k, self.v, self.do, *self.delta, self.inputs, self.numbers)
-        return (*tensors, self.program)
+    def keys_by_gluon(self, dk: Tensor, dv: Tensor) -> None:
+        gluon.keys(
+            self.q, self.k, self.v, self.do, self.delta[0], self.delta[1], self.inputs,
+            self.numbers, self.program, dk, dv,
+        )  # fmt: skip
+
+    def queries_by_gluon(self, dq: Tensor) -> None:
+        gluon.rows(
+            self.q, self.k, self.v, self.do, self.delta[0], self.delta[1], self.inputs,
+            self.numbers, self.program, dq,
+        )  # fmt: skip
 
     def queries(
         self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling
@@ -465,13 +472,13 @@ def backward(
     of_keys, of_rows = needed[1] or needed[2] or sums["columns"], needed[0] or sums["rows"] or pairs
     alone = needed[1] and needed[2] and not sums["columns"] and keys is None
     if alone and call.by_gluon("keys"):
-        gluon.keys(*call.given(), dk=dk, dv=dv)
+        call.keys_by_gluon(dk, dv)
     elif of_keys:
         keys = keys or keys_tiling(program, dtype, head, value, **sizes)
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
     alone = needed[0] and not sums["rows"] and not pairs and rows is None
     if alone and call.by_gluon("rows"):
-        gluon.rows(*call.given(), dq=dq)
+        call.queries_by_gluon(dq)
     elif of_rows:
         rows = rows or rows_tiling(program, dtype, head, value, **sizes)
         call.queries(dq if needed[0] else None, sums["rows"], pairs, rows)
