@@ -23,7 +23,7 @@ from .attention_gluon_launch import (
 )
 from .attention_program import LOG2E, Program
 
-PARTS = {"keys": "k", "rows": "q"}  # the axis that a kernel's programs lie along
+PARTS = {"keys": "k", "columns": "k", "rows": "q"}  # the axis that a kernel's programs lie along
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Tile:
 
 def takes(part: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, program: Program) -> bool:
     """Whether ``launch`` takes these arguments. Reads no values and launches nothing."""
-    loop = "q" if part == "keys" else "k"
+    loop = "q" if part != "rows" else "k"
     return (
         applies(q, k, v, program)
         and applies(do, k, v, program)
@@ -63,14 +63,14 @@ def functions(part: str, program: Program) -> dict[str, tuple[str, list[str], st
     ``attention_gluon_launch.functions``. No input varies along the loop's axis."""
     numbers = [f"n{i} = numbers[{i}]" for i in range(program.numbers)]
     values = [f"x{i} = fixed[{i}]" for i in range(len(program.inputs))]
-    spans = program.column_spans if part == "keys" else program.row_spans
+    spans = program.column_spans if part != "rows" else program.row_spans
     bounds = [b for s in spans for b in (s.lo, s.hi, s.full_lo, s.full_hi)]
-    along = "k0, k1, columns, rows" if part == "keys" else "q0, q1, rows, columns"
+    along = "k0, k1, columns, rows" if part != "rows" else "q0, q1, rows, columns"
     common = "b, h, rows, columns, numbers, fixed, moving"
     score = [*numbers, *values, *program.score.splitlines()] if scored(program) else []
     keep = [*numbers, *values, *program.keep.splitlines()] if program.keep else []
     axis = PARTS[part]
-    everything = "q < rows" if part == "keys" else "k < columns"
+    everything = "q < rows" if part != "rows" else "k < columns"
     return {
         "spans": (f"{along}, numbers", numbers, f"({', '.join(bounds)},)"),
         "along_rows": (f"inputs, b, h, {axis}", *standing(program, axis)),
@@ -81,7 +81,7 @@ def functions(part: str, program: Program) -> dict[str, tuple[str, list[str], st
 
 def define(part: str, program: Program) -> ModuleType:
     """A fresh copy of the module of a kernel with a program's functions."""
-    spans = program.column_spans if part == "keys" else program.row_spans
+    spans = program.column_spans if part != "rows" else program.row_spans
     constants = {"SCORED": scored(program), "SPANS": len(spans)}
     return module_of(f"attention_{part}_gluon", functions(part, program), constants)
 
@@ -116,7 +116,7 @@ def _common(
     }
 
 
-def _schedule(
+def schedule(
     part: str, tiles_of_head: int, heads: int, streamed: int, tile: Tile, multiprocessors: int,
     spare: Tensor,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
@@ -155,8 +155,8 @@ def launch_keys(
         "kv_heads": k.shape[1],
     }
     each = triton.cdiv(k.shape[2], tile.held * tile.consumers)
-    grid, schedule = _schedule("key", each, heads, streamed, tile, multiprocessors, delta)
-    return kernels("keys", program).attention_keys_gluon, grid, arguments | schedule
+    grid, who = schedule("key", each, heads, streamed, tile, multiprocessors, delta)
+    return kernels("keys", program).attention_keys_gluon, grid, arguments | who
 
 
 def launch_rows(
@@ -178,11 +178,11 @@ def launch_rows(
         "query_heads": q.shape[1],
     }
     each = triton.cdiv(q.shape[2], tile.held * tile.consumers)
-    grid, schedule = _schedule("row", each, heads, streamed, tile, multiprocessors, delta)
-    return kernels("rows", program).attention_rows_gluon, grid, arguments | schedule
+    grid, who = schedule("row", each, heads, streamed, tile, multiprocessors, delta)
+    return kernels("rows", program).attention_rows_gluon, grid, arguments | who
 
 
-def _multiprocessors(x: Tensor) -> int:
+def multiprocessors_of(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
@@ -194,7 +194,7 @@ def keys(
     """Fill dk and dv, of k's and v's shapes, for which ``takes`` has to hold; deterministic."""
     kernel, grid, arguments = launch_keys(
         q, k, v, do, delta, shift, inputs, numbers, program, dk, dv, tile or Tile(),
-        _multiprocessors(q),
+        multiprocessors_of(q),
     )  # fmt: skip
     kernel[grid](**arguments)
 
@@ -207,6 +207,6 @@ def rows(
     """Fill dq, of q's shape, for which ``takes`` has to hold; deterministic."""
     kernel, grid, arguments = launch_rows(
         q, k, v, do, delta, shift, inputs, numbers, program, dq, tile or Tile(),
-        _multiprocessors(q),
+        multiprocessors_of(q),
     )  # fmt: skip
     kernel[grid](**arguments)

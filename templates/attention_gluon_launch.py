@@ -109,7 +109,7 @@ def scored(program: Program) -> bool:
     return program.scale is None or program.scale <= 0
 
 
-def _mapped(x: torch.Tensor) -> bool:
+def mapped(x: torch.Tensor) -> bool:
     """Whether a tensor map can describe a tensor: steps of 16 bytes, none of them 0."""
     step = 16 // x.element_size()
     return (
@@ -132,7 +132,7 @@ def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program)
         and q.shape[-1] in DIMS
         and v.shape[-1] in DIMS
         and 0 not in (*q.shape, *k.shape)
-        and all(_mapped(x) for x in (q, k, v))
+        and all(mapped(x) for x in (q, k, v))
         and speakable(program)
         and _hopper(q.device)
     )
