@@ -72,7 +72,7 @@ TILES = {
     "default": Tile(),
     "each": Tile(schedule="each"),
     "static": Tile(schedule="static", pingpong=False),
-    "small blocks": Tile(keys=64, stages=4),
+    "small blocks": Tile(keys=64, stages=4, in_place=True),
     "three": Tile(keys=64, consumers=3, stages=3),
     "one": Tile(consumers=1, warps=8),
 }
