@@ -22,6 +22,7 @@ from .attention_gluon_launch import (
     standing,
 )
 from .attention_program import LOG2E, Program
+from .tilings import tunable
 
 PARTS = {"keys": "k", "columns": "k", "rows": "q"}  # the axis that a kernel's programs lie along
 
@@ -40,10 +41,33 @@ class Tile:
     dynamic: bool = True
     section_bytes: int = 16 * 2**20
 
+    def __post_init__(self) -> None:
+        if self.stages < 2:  # a block is held until the scores of the next one are there
+            raise ValueError(f"stages is expected as 2 or more, got {self.stages}")
+
     @property
     def registers(self) -> tuple[int, int]:
         """Per thread of a consumer and of the producer: the 64K of a multiprocessor."""
         return (240, 24) if self.consumers == 2 else (160, 32)
+
+
+_TUNED = {"scaled": "section_bytes", "warps": "", "stages": "stages", "flipped": "dynamic"}
+
+
+@tunable("attention", "backward_keys_gluon", "rows columns heads", **_TUNED)
+def keys_tile(program: Program, d: int) -> Tile:
+    """Of dk and dv; ``d``: the wider of D and Dv."""
+    return Tile()
+
+
+@tunable("attention", "backward_rows_gluon", "rows columns heads", **_TUNED)
+def rows_tile(program: Program, d: int) -> Tile:
+    """Of dq."""
+    return Tile()
+
+
+def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
+    return {"rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[0] * q.shape[1]}
 
 
 def takes(part: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, program: Program) -> bool:
@@ -192,10 +216,10 @@ def keys(
     tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """Fill dk and dv, of k's and v's shapes, for which ``takes`` has to hold; deterministic."""
+    tile = tile or keys_tile(program, max(q.shape[3], v.shape[3]), **_sizes(q, k))
     kernel, grid, arguments = launch_keys(
-        q, k, v, do, delta, shift, inputs, numbers, program, dk, dv, tile or Tile(),
-        multiprocessors_of(q),
-    )  # fmt: skip
+        q, k, v, do, delta, shift, inputs, numbers, program, dk, dv, tile, multiprocessors_of(q)
+    )
     kernel[grid](**arguments)
 
 
@@ -205,8 +229,8 @@ def rows(
     tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """Fill dq, of q's shape, for which ``takes`` has to hold; deterministic."""
+    tile = tile or rows_tile(program, max(q.shape[3], v.shape[3]), **_sizes(q, k))
     kernel, grid, arguments = launch_rows(
-        q, k, v, do, delta, shift, inputs, numbers, program, dq, tile or Tile(),
-        multiprocessors_of(q),
-    )  # fmt: skip
+        q, k, v, do, delta, shift, inputs, numbers, program, dq, tile, multiprocessors_of(q)
+    )
     kernel[grid](**arguments)

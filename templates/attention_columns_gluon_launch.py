@@ -12,8 +12,16 @@ from torch import Tensor
 from .attention_backward_gluon_launch import Tile, kernels, multiprocessors_of, schedule
 from .attention_gluon_launch import applies, described, input_values, mapped, scored
 from .attention_program import LOG2E, Program
+from .tilings import tunable
 
-TILE = Tile(consumers=3, stages=4)
+
+@tunable(
+    "attention", "columns_gluon", "rows columns heads",
+    scaled="section_bytes", warps="", stages="stages", flipped="dynamic",
+)  # fmt: skip
+def columns_tile(program: Program, d: int) -> Tile:
+    """The tile for heads of 64 or 128."""
+    return Tile(consumers=3, stages=4)
 
 
 def takes(q: Tensor, k: Tensor, lse: Tensor, program: Program) -> bool:
@@ -59,10 +67,12 @@ def launch(
 
 def columns(
     q: Tensor, k: Tensor, lse: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
-    program: Program, tile: Tile = TILE,
+    program: Program, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """[B, Hkv, Sk] in fp32: sums of exp(score - lse) over all rows and the heads of a group, for
     which ``takes`` has to hold; lse as a forward gives it. Deterministic."""
+    sizes = {"rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[0] * q.shape[1]}
+    tile = tile or columns_tile(program, q.shape[3], **sizes)
     sums = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
     kernel, grid, arguments = launch(
         q, k, lse, inputs, numbers, program, sums, tile, multiprocessors_of(q)

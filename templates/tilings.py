@@ -93,7 +93,10 @@ class Tunable:
         found = {name_of(ruled): ruled}
         for field, how in self.fields.items():
             for value in _STEPS[how](_items(ruled)[field]):
-                one = _replaced(ruled, field, value)
+                try:
+                    one = _replaced(ruled, field, value)
+                except ValueError:  # a tiling that says itself that it cannot be
+                    continue
                 found[name_of(one)] = one
         return found
 
