@@ -14,11 +14,17 @@ import triton
 from torch import Tensor
 
 from .attention_gluon_launch import (
+    MOST_STAGED,
     applies,
+    copied_values,
     described,
     input_values,
     module_of,
     scored,
+    shared_by_batches,
+    staged,
+    staged_bytes,
+    staged_maps,
     standing,
 )
 from .attention_program import LOG2E, Program
@@ -39,7 +45,7 @@ class Tile:
     consumers: int = 2
     stages: int = 3
     dynamic: bool = True
-    section_bytes: int = 16 * 2**20
+    section_bytes: int = 40 * 2**20
 
     def __post_init__(self) -> None:
         if self.stages < 2:  # a block is held until the scores of the next one are there
@@ -57,36 +63,64 @@ _TUNED = {"scaled": "section_bytes", "warps": "", "stages": "stages", "flipped":
 @tunable("attention", "backward_keys_gluon", "rows columns heads", **_TUNED)
 def keys_tile(program: Program, d: int) -> Tile:
     """Of dk and dv; ``d``: the wider of D and Dv."""
-    return Tile()
+    return Tile(stages=4)
 
 
 @tunable("attention", "backward_rows_gluon", "rows columns heads", **_TUNED)
-def rows_tile(program: Program, d: int) -> Tile:
-    """Of dq."""
-    return Tile()
+def rows_tile(program: Program, d: int, matrix: bool = False) -> Tile:
+    """Of dq; ``matrix``: whether something along rows and keys is copied, or stored."""
+    return Tile() if matrix else Tile(128, stages=2)
 
 
 def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
     return {"rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[0] * q.shape[1]}
 
 
-def takes(part: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, program: Program) -> bool:
-    """Whether ``launch`` takes these arguments. Reads no values and launches nothing."""
-    loop = "q" if part != "rows" else "k"
+def takes(
+    part: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, inputs: Sequence[Tensor],
+    program: Program, pairs: Sequence[int] = (),
+) -> bool:  # fmt: skip
+    """Whether the launch of a part takes these arguments; ``pairs``: the inputs whose gradient is
+    stored for each pair. Reads no values and launches nothing."""
+    copied = staged(program, inputs) if part == "rows" else ()
+    loop = "k" if part == "rows" else "q"
     return (
         applies(q, k, v, program)
         and applies(do, k, v, program)
         and program.factor is not None
         and not program.documents
-        and all(loop not in given.axes for given in program.inputs)
+        and all(loop not in x.axes or i in copied for i, x in enumerate(program.inputs))
+        and _matrices_fit(inputs, program, copied)
+        and (not pairs or _storable(q, inputs, program, pairs))
     )
 
 
-def functions(part: str, program: Program) -> dict[str, tuple[str, list[str], str]]:
+def _matrices_fit(inputs: Sequence[Tensor], program: Program, copied: tuple[int, ...]) -> bool:
+    """Whether there is shared memory for what is copied along rows and keys: one of 16 bits."""
+    matrices = [i for i in copied if "q" in program.inputs[i].axes]
+    return len(matrices) <= 1 and all(inputs[i].element_size() == 2 for i in matrices)
+
+
+def _storable(
+    q: Tensor, inputs: Sequence[Tensor], program: Program, pairs: Sequence[int]
+) -> bool:  # fmt: skip
+    """Whether the gradient for each pair is ds itself, and every pair has one."""
+    (i, *more) = pairs
+    everything = [("0", "columns", "0", "columns")]
+    spans = [(s.lo, s.hi, s.full_lo, s.full_hi) for s in program.row_spans]
+    same = f"d{i} = g" in program.gradient.splitlines() and inputs[i].dtype == q.dtype
+    return not more and same and spans == everything
+
+
+def functions(
+    part: str, program: Program, copied: tuple[int, ...] = ()
+) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that are a program's own; see
-    ``attention_gluon_launch.functions``. No input varies along the loop's axis."""
+    ``attention_gluon_launch.functions``. What varies along the loop's axis is ``copied``."""
     numbers = [f"n{i} = numbers[{i}]" for i in range(program.numbers)]
-    values = [f"x{i} = fixed[{i}]" for i in range(len(program.inputs))]
+    held = [i for i in range(len(program.inputs)) if i not in copied]
+    values = [f"x{i} = fixed[{at}]" for at, i in enumerate(held)]
+    values += [f"x{i} = moving[{at}]" for at, i in enumerate(copied)]
     spans = program.column_spans if part != "rows" else program.row_spans
     bounds = [b for s in spans for b in (s.lo, s.hi, s.full_lo, s.full_hi)]
     along = "k0, k1, columns, rows" if part != "rows" else "q0, q1, rows, columns"
@@ -97,17 +131,23 @@ def functions(part: str, program: Program) -> dict[str, tuple[str, list[str], st
     everything = "q < rows" if part != "rows" else "k < columns"
     return {
         "spans": (f"{along}, numbers", numbers, f"({', '.join(bounds)},)"),
-        "along_rows": (f"inputs, b, h, {axis}", *standing(program, axis)),
+        "along_rows": (f"inputs, b, h, {axis}", *standing(program, axis, copied)),
+        "staged_places": ("b, h, q, k", [], copied_values(program, copied)),
         "score": (f"s, q, k, {common}", score, "r" if score else "s"),
         "keep": (f"q, k, {common}", keep, "keep" if keep else everything),
     }
 
 
-def define(part: str, program: Program) -> ModuleType:
+def define(part: str, program: Program, copied: tuple[int, ...] = ()) -> ModuleType:
     """A fresh copy of the module of a kernel with a program's functions."""
     spans = program.column_spans if part != "rows" else program.row_spans
-    constants = {"SCORED": scored(program), "SPANS": len(spans)}
-    return module_of(f"attention_{part}_gluon", functions(part, program), constants)
+    constants = {
+        "SCORED": scored(program),
+        "SPANS": len(spans),
+        "STAGED": len(copied),
+        "BATCHES_BESIDE": shared_by_batches(program, copied),
+    }
+    return module_of(f"attention_{part}_gluon", functions(part, program, copied), constants)
 
 
 kernels = functools.cache(define)
@@ -186,15 +226,31 @@ def launch_keys(
 def launch_rows(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, shift: Tensor,
     inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, dq: Tensor, tile: Tile,
-    multiprocessors: int,
+    multiprocessors: int, pairs: Tensor | None = None, part: Sequence[slice] | None = None,
 ) -> tuple[Any, tuple[int], dict[str, Any]]:  # fmt: skip
-    """(kernel, grid, arguments by name): the launch that fills ``dq``."""
-    heads = q.shape[0] * q.shape[1]
-    streamed = (k.numel() + v.numel()) // heads * k.element_size()  # a group reads the same
+    """(kernel, grid, arguments by name): the launch that fills ``dq``. pairs: [batches, heads,
+    rows, columns] of whole tiles, q's dtype, which become the gradients for pairs of a ``part`` of
+    the batches and heads; then dq is filled for those only."""
+    of_batches, of_heads = part or (slice(0, q.shape[0]), slice(0, q.shape[1]))
+    some = of_batches.stop - of_batches.start, of_heads.stop - of_heads.start
+    heads = some[0] * some[1]
+    # A group reads the same.
+    streamed = (k.numel() + v.numel()) // (q.shape[0] * q.shape[1]) * k.element_size()
     arguments = _common(
         q, k, v, do, inputs, numbers, program, tile, (tile.held, tile.streamed)
     )  # fmt: skip
+    copied = staged(program, inputs)
+    maps = staged_maps(program, inputs, copied, tile.held, tile.streamed)
+    arguments |= {f"x{j}_desc": maps[j] if j < len(maps) else None for j in range(MOST_STAGED)}
     arguments |= {
+        "pair_desc": None if pairs is None else _flat(pairs, [tile.held, tile.streamed]),
+        "PAIRS": pairs is not None,
+        "pair_rows": 0 if pairs is None else pairs.shape[2],
+        "first_batch": of_batches.start,
+        "first_head": of_heads.start,
+        "some_batches": some[0],
+        "some_heads": some[1],
+        "STAGED_BYTES": staged_bytes(maps, tile.consumers),
         "shift_ptr": shift,
         "delta_ptr": delta,
         "padded": shift.shape[2],
@@ -203,7 +259,16 @@ def launch_rows(
     }
     each = triton.cdiv(q.shape[2], tile.held * tile.consumers)
     grid, who = schedule("row", each, heads, streamed, tile, multiprocessors, delta)
-    return kernels("rows", program).attention_rows_gluon, grid, arguments | who
+    return kernels("rows", program, copied).attention_rows_gluon, grid, arguments | who
+
+
+def _flat(pairs: Tensor, block: list[int]) -> Any:
+    """A tensor map of whole tiles, rows of all heads below one another."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(128, 8 * pairs.element_size(), rank=2)
+    return TensorDescriptor.from_tensor(pairs.flatten(0, 2), block, layout)
 
 
 def multiprocessors_of(x: Tensor) -> int:
@@ -226,11 +291,15 @@ def keys(
 def rows(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, shift: Tensor,
     inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, dq: Tensor,
-    tile: Tile | None = None,
+    tile: Tile | None = None, pairs: Tensor | None = None, part: Sequence[slice] | None = None,
 ) -> None:  # fmt: skip
-    """Fill dq, of q's shape, for which ``takes`` has to hold; deterministic."""
-    tile = tile or rows_tile(program, max(q.shape[3], v.shape[3]), **_sizes(q, k))
+    """Fill dq, of q's shape, for which ``takes`` has to hold; deterministic. pairs, part: as of
+    ``launch_rows``."""
+    matrix = any("q" in program.inputs[i].axes for i in staged(program, inputs))
+    d = max(q.shape[3], v.shape[3])
+    tile = tile or rows_tile(program, d, matrix or pairs is not None, **_sizes(q, k))
     kernel, grid, arguments = launch_rows(
-        q, k, v, do, delta, shift, inputs, numbers, program, dq, tile, multiprocessors_of(q)
-    )
+        q, k, v, do, delta, shift, inputs, numbers, program, dq, tile, multiprocessors_of(q), pairs,
+        part,
+    )  # fmt: skip
     kernel[grid](**arguments)

@@ -286,11 +286,12 @@ class _Backward:
         programs = triton.cdiv(self.columns, chosen.block_n) * heads
         self._launch(keys_kernel(self.program, form), programs, values, chosen)
 
-    def by_gluon(self, part: str) -> bool:
-        """Whether dk and dv ("keys") or dq ("rows") alone are the Hopper kernel's."""
-        tensors = self.q, self.k, self.v
-        pays = attention_gluon_launch.pays(*tensors)
-        return pays and gluon.takes(part, *tensors, self.do, self.program)
+    def by_gluon(self, part: str, pairs: Iterable[int] = ()) -> bool:
+        """Whether dk and dv ("keys"), or dq and gradients of ``pairs`` ("rows"), are the Hopper
+        kernel's. Heads of 64 are left to this one."""
+        q, k, v = self.q, self.k, self.v
+        pays = attention_gluon_launch.pays(q, k, v) and max(q.shape[3], v.shape[3]) > 64
+        return pays and gluon.takes(part, q, k, v, self.do, self.inputs, self.program, tuple(pairs))
 
     def keys_by_gluon(self, dk: Tensor, dv: Tensor) -> None:
         gluon.keys(
@@ -298,17 +299,18 @@ class _Backward:
             self.numbers, self.program, dk, dv,
         )  # fmt: skip
 
-    def queries_by_gluon(self, dq: Tensor) -> None:
+    def queries_by_gluon(self, dq: Tensor, *pairs_and_part: Any) -> None:
         gluon.rows(
             self.q, self.k, self.v, self.do, self.delta[0], self.delta[1], self.inputs,
-            self.numbers, self.program, dq,
+            self.numbers, self.program, dq, None, *pairs_and_part,
         )  # fmt: skip
 
     def queries(
-        self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling
-    ) -> None:
+        self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling,
+        hopper: bool = False,
+    ) -> None:  # fmt: skip
         """dq, ``sums`` [B, Hq, padded] of the inputs along rows or neither, and ``pairs``, the
-        gradients of the inputs along rows and keys."""
+        gradients of the inputs along rows and keys, these by the Hopper kernel if ``hopper``."""
         chosen = self._fitted(chosen, False)
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
@@ -344,7 +346,10 @@ class _Backward:
                 i: t if in_place else held[i][: math.prod(heads)].unflatten(0, heads)
                 for i, t in pairs.items()
             }
-            if form.stored:
+            if hopper:
+                assert dq is not None
+                self.queries_by_gluon(dq, *some.values(), part)
+            elif form.stored:
                 block = [chosen.block_m, chosen.block_n]
                 values |= {
                     f"pair{i}_desc": TensorDescriptor.from_tensor(t.flatten(0, 2), block)
@@ -357,7 +362,8 @@ class _Backward:
                 "first_head": part[1].start, "some_heads": heads[1],
                 "together": self._together(self.columns, math.prod(heads), chosen.near),
             }  # fmt: skip
-            self._launch(kernel, tiles * math.prod(heads), values, chosen)
+            if not hopper:
+                self._launch(kernel, tiles * math.prod(heads), values, chosen)
             for i, found in some.items():
                 if not in_place:
                     self._add(i, pairs[i], totals[i], found, part)
@@ -476,12 +482,13 @@ def backward(
     elif of_keys:
         keys = keys or keys_tiling(program, dtype, head, value, **sizes)
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
-    alone = needed[0] and not sums["rows"] and not pairs and rows is None
-    if alone and call.by_gluon("rows"):
+    alone = needed[0] and not sums["rows"] and rows is None
+    hopper = alone and call.by_gluon("rows", pairs)
+    if hopper and not pairs:
         call.queries_by_gluon(dq)
     elif of_rows:
         rows = rows or rows_tiling(program, dtype, head, value, **sizes)
-        call.queries(dq if needed[0] else None, sums["rows"], pairs, rows)
+        call.queries(dq if needed[0] else None, sums["rows"], pairs, rows, hopper)
     for kind, at in (("rows", 3), ("columns", 2)):
         for i, partials in sums[kind].items():
             partials = partials[:, :, : q.shape[2] if kind == "rows" else None].unsqueeze(at)

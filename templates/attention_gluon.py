@@ -33,6 +33,7 @@ from .attention_gluon_parts import (
     along_rows,
     block_of,
     blocks_of,
+    copy_staged,
     keep,
     load,
     masked_block,
@@ -40,7 +41,8 @@ from .attention_gluon_parts import (
     packed,
     place_in_ring,
     score,
-    staged_places,
+    staged_buffers,
+    staged_values,
     store,
     tell,
     tile_of,
@@ -59,48 +61,6 @@ def batch_and_head(head, batches, query_heads):
         return head % batches, head // batches
     else:
         return head // query_heads, head % query_heads
-
-
-@gluon.jit
-def staged_buffers(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring of blocks of an input: one for all consumers, or one for each one's rows."""
-    ROWS: gl.constexpr = desc.block_type.shape[2]
-    EACH: gl.constexpr = STAGES if ROWS == 1 else STAGES * CONSUMERS
-    shape: gl.constexpr = [EACH, 1, 1, ROWS, desc.block_type.shape[3]]
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
-def copy_staged(
-    maps, buffers, barrier, place, b, h, q0, k0, ROWS: gl.constexpr, CONSUMERS: gl.constexpr
-):
-    """Start the copies of the staged inputs' blocks of rows from ``q0`` and keys from ``k0``."""
-    at = staged_places(b, h, q0, k0)
-    for j in gl.static_range(STAGED):
-        if maps[j].block_type.shape[2] == 1:
-            where = [at[4 * j], at[4 * j + 1], at[4 * j + 2], at[4 * j + 3]]
-            load(maps[j], where, barrier, buffers[j].index(place))
-        else:
-            for c in gl.static_range(CONSUMERS):
-                where = [at[4 * j], at[4 * j + 1], at[4 * j + 2] + c * ROWS, at[4 * j + 3]]
-                load(maps[j], where, barrier, buffers[j].index(place * CONSUMERS + c))
-
-
-@gluon.jit
-def staged_values(
-    buffers, place, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """A consumer's blocks of the staged inputs in a place of the ring, [1 or ROWS, N]."""
-    found = ()
-    for j in gl.static_range(STAGED):
-        ROWS: gl.constexpr = buffers[j].shape[3]
-        if ROWS == 1:
-            block = buffers[j].index(place)
-        else:
-            block = buffers[j].index(place * CONSUMERS + WHICH)
-        found = found + (block.reshape((ROWS, N)).load(LAYOUT),)  # type: ignore[assignment]
-    return found
 
 
 @gluon.jit

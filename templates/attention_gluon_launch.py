@@ -70,7 +70,8 @@ def default_tile(program: Program, d: int, copied: tuple[int, ...] = ()) -> Tile
     if matrices:
         # More rows for a block of keys: what is read of a matrix comes on top of K and V.
         pair = sum(given.dtype.itemsize for given in matrices)
-        for tile in (Tile(64, 3, pingpong=False), Tile(64, stages=3, pingpong=False)):
+        wide = Tile(pingpong=False, in_place=True)
+        for tile in (wide, Tile(64, 3, pingpong=False), Tile(64, stages=3, pingpong=False)):
             if _shared_bytes(tile, d, pair) <= SHARED_BYTES:
                 return tile
         return Tile(64, pingpong=False)
@@ -85,7 +86,8 @@ def _shared_bytes(tile: Tile, d: int, pair: int) -> int:
     """About the shared memory of a tile of 16-bit heads of d, and ``pair`` bytes for each pair of
     a row and a key."""
     block = tile.keys * (4 * d + tile.rows * pair)
-    return 4 * tile.rows * d + tile.stages * block + 2048
+    own = (2 if tile.in_place else 4) * tile.rows * d
+    return own + tile.stages * block + 2048
 
 
 def available() -> bool:
@@ -175,18 +177,20 @@ def staged(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(sorted(found, key=lambda i: "q" not in program.inputs[i].axes)[:MOST_STAGED])
 
 
-def _shared_by_batches(program: Program, copied: tuple[int, ...]) -> bool:
+def shared_by_batches(program: Program, copied: tuple[int, ...]) -> bool:
     """Whether a matrix is the same for all batches, which is most of what a tile reads."""
     axes = [set(program.inputs[i].axes) for i in copied]
     return any({"q", "k"} <= a and "b" not in a for a in axes)
 
 
-def standing(program: Program, axis: str) -> tuple[list[str], str]:
+def standing(
+    program: Program, axis: str, copied: Sequence[int] = ()
+) -> tuple[list[str], str]:  # fmt: skip
     """(statements, result) of the function that reads inputs that vary along no more of rows and
-    keys than ``axis``, whose number it is given."""
+    keys than ``axis``, whose number it is given, ``copied`` ones left out."""
     values, at = [], 0
-    for given in program.inputs:
-        if set(given.axes) <= {"b", "h", axis}:
+    for i, given in enumerate(program.inputs):
+        if set(given.axes) <= {"b", "h", axis} and i not in copied:
             terms = [
                 f"tl.cast({a}, tl.int64) * inputs[{at + 1 + n}]" for n, a in enumerate(given.axes)
             ]
@@ -229,11 +233,13 @@ def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, l
             ["b = k0", *keys],
             _tuple([f"x{i}" for i in range(len(origins))]),
         ),
-        "staged_places": (
-            "b, h, q, k", [],
-            _tuple([a if a in program.inputs[i].axes else "0" for i in copied for a in "bhqk"]),
-        ),
-    }  # fmt: skip
+        "staged_places": ("b, h, q, k", [], copied_values(program, copied)),
+    }
+
+
+def copied_values(program: Program, copied: Sequence[int]) -> str:
+    """Where blocks of the copied inputs begin."""
+    return _tuple([a if a in program.inputs[i].axes else "0" for i in copied for a in "bhqk"])
 
 
 def functions(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, list[str], str]]:
@@ -307,7 +313,7 @@ def define(program: Program, copied: tuple[int, ...] = ()) -> ModuleType:
         "SPANS": len(program.row_spans),
         "DOCUMENTS": program.documents is not None,
         "STAGED": len(copied),
-        "BATCHES_BESIDE": _shared_by_batches(program, copied),
+        "BATCHES_BESIDE": shared_by_batches(program, copied),
     }
     return module_of("attention_gluon", functions(program, copied), constants)
 
@@ -349,10 +355,23 @@ def _like(q: torch.Tensor, dim: int) -> torch.Tensor:
     return q.new_empty([*shape, dim]).permute(*(order.index(i) for i in range(3)), 3)
 
 
-def _bytes(described: Any, tile: Tile) -> int:
-    """Of a staged input in one place of the ring."""
-    _, _, rows, keys = described.block_shape
-    return (tile.consumers if rows > 1 else 1) * rows * keys * described.base.element_size()
+def staged_maps(
+    program: Program, inputs: Sequence[torch.Tensor], copied: Sequence[int], rows: int, keys: int
+) -> list[Any]:
+    """Tensor maps of the copied inputs, in blocks of a consumer's ``rows`` and of ``keys``."""
+    return [
+        described(unexpanded(inputs[i]), [1, 1, rows if "q" in program.inputs[i].axes else 1, keys])
+        for i in copied
+    ]
+
+
+def staged_bytes(maps: Sequence[Any], consumers: int) -> int:
+    """Of the copied inputs in one place of the ring."""
+    total = 0
+    for one in maps:
+        _, _, rows, keys = one.block_shape
+        total += (consumers if rows > 1 else 1) * rows * keys * one.base.element_size()
+    return total
 
 
 def launch(
@@ -380,10 +399,7 @@ def launch(
         documents = tuple(attention_documents.hull_values(hulls).values())
     each = 16 * tile.warps
     copied = staged(program, inputs)
-    maps: list[Any] = []
-    for i in copied:
-        part = each if "q" in program.inputs[i].axes else 1
-        maps.append(described(unexpanded(inputs[i]), [1, 1, part, tile.keys]))
+    maps = staged_maps(program, inputs, copied, each, tile.keys)
     consumer, producer = tile.registers
     grid = (tiles if tile.schedule == "each" else min(tiles, multiprocessors),)
     # Where every program has one tile there is nothing to be told.
@@ -417,7 +433,7 @@ def launch(
         "NAN": program.empty == "nan",
         "DYNAMIC": dynamic,
         "IN_PLACE": tile.in_place and d == dv,
-        "STAGED_BYTES": sum(_bytes(m, tile) for m in maps),
+        "STAGED_BYTES": staged_bytes(maps, tile.consumers),
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "num_warps": tile.warps,

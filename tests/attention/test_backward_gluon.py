@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from backward_programs import SCORES
-from hopper_gradients import NAMES, Problem
+from backward_programs import SCORES, draw_inputs
+from hopper_gradients import NAMES, PAIRS, Problem
 from inductor_ext.templates import attention_backward_gluon_launch as launch
 from inductor_ext.templates import attention_gluon_launch
 from inductor_ext.templates.attention_backward_gluon_launch import Tile
@@ -26,13 +26,15 @@ def check(part, problem, tile=Tile(), programs=2, delay=0.0):  # noqa: B008
     _, grid, arguments = getattr(launch, f"launch_{part}")(*given, tile, programs)
     program = problem.score.program
     kernel = f"attention_{part}_gluon"
-    interpret(lambda: getattr(launch.define(part, program), kernel), grid[0], arguments, delay)
+    copied = attention_gluon_launch.staged(program, problem.inputs) if part == "rows" else ()
+    define = lambda: getattr(launch.define(part, program, copied), kernel)  # noqa: E731
+    interpret(define, grid[0], arguments, delay)
     problem.judge(part, results)
 
 
 @pytest.mark.parametrize(("part", "name"), [(p, n) for p in PARTS for n in NAMES[p]])
 def test_every_score(part, name):
-    check(part, Problem(name, 1, 2, 1, 90, 150, 64, 64))
+    check(part, Problem(name, 1, 2, 1, 90, 152, 64, 64))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -52,18 +54,53 @@ def test_odd_sizes(part, rows, columns):
     check(part, Problem("lower right", 1, 2, 2, rows, columns, 128, 64))
 
 
+def test_gradients_of_pairs():
+    """Of the second head of both batches, which is all that is touched."""
+    problem = Problem("pairs", 2, 2, 1, 90, 72, 64, 64)
+    given, (dq,) = problem.arguments("rows")
+    pairs = torch.full((2, 1, 128, 128), torch.nan, dtype=BF16)
+    part = slice(0, 2), slice(1, 2)
+    _, grid, arguments = launch.launch_rows(*given, Tile(), 2, pairs, part)
+    program = problem.score.program
+    define = lambda: launch.define("rows", program, (0,)).attention_rows_gluon  # noqa: E731
+    interpret(define, grid[0], arguments, 0.002)
+    right = problem.pairs()[:, 1:]
+    assert (pairs[:, :, :90, :72] - right).abs().max() <= 0.01 * right.abs().max()
+    assert not pairs[:, :, :90, 72:].any()
+    assert dq[:, 0].isnan().all()
+    dq[:, 0] = problem.right[0][:, 0]
+    problem.judge("rows", (dq,))
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_what_it_takes(part, monkeypatch):
     q = torch.empty(1, 2, 8, 64, dtype=BF16)
-    assert not launch.takes(part, q, q, q, q, SCORES["causal"].program)  # on no Hopper
+    assert not launch.takes(part, q, q, q, q, (), SCORES["causal"].program)  # on no Hopper
     monkeypatch.setattr(attention_gluon_launch, "_hopper", lambda device: True)
     monkeypatch.setattr(attention_gluon_launch, "available", lambda: True)
-    for name, score in SCORES.items():
-        assert launch.takes(part, q, q, q, q, score.program) == (name in NAMES[part])
+    for name, score in (SCORES | {"pairs": PAIRS}).items():
+        inputs = draw_inputs(score, 1, 2, 8, 8)
+        taken = launch.takes(part, q, q, q, q, inputs, score.program)
+        assert taken == (name in NAMES[part])
     causal = SCORES["causal"].program
-    assert not launch.takes(part, q, q, q, q[:, :1].expand(q.shape), causal)  # a step of 0
-    assert not launch.takes(part, q, q, q, q.float(), causal)
-    assert not launch.takes(part, q, q, q, q, dataclasses.replace(causal, dropout=True))
+    assert not launch.takes(part, q, q, q, q[:, :1].expand(q.shape), (), causal)  # a step of 0
+    assert not launch.takes(part, q, q, q, q.float(), (), causal)
+    assert not launch.takes(part, q, q, q, q, (), dataclasses.replace(causal, dropout=True))
+    if part == "rows":
+        bias = draw_inputs(PAIRS, 1, 2, 8, 8)
+        assert launch.takes(part, q, q, q, q, bias, PAIRS.program, (0,))
+        half = [bias[0].half()]
+        assert not launch.takes(part, q, q, q, q, half, PAIRS.program, (0,))
+        assert not launch.takes(
+            part,
+            q,
+            q,
+            q,
+            q,
+            bias,
+            dataclasses.replace(PAIRS.program, keep=causal.keep, row_spans=causal.row_spans),
+            (0,),
+        )  # pairs left out
 
 
 ALIBI = dataclasses.replace(

@@ -167,6 +167,26 @@ def test_gradients(part, name, B, heads, kv_heads, rows, columns, d, dv, dtype, 
     assert all(map(torch.equal, runs[0] * 2, runs[1] + runs[2]))
 
 
+def test_gradients_of_pairs(poison):
+    """Of two heads of all batches; dq of those only."""
+    with torch.device("cuda"):
+        problem = Problem("pairs", 3, 4, 4, 1030, 1032, 128, 128)
+        right = problem.pairs()[:, 1:3]
+    runs = []
+    for _ in range(3):
+        poison()
+        given, (dq,) = problem.arguments("rows")
+        pairs = torch.full((3, 2, 1152, 1152), torch.nan, device="cuda", dtype=BF16)
+        backward.rows(*given, None, pairs, (slice(0, 3), slice(1, 3)))
+        runs.append((dq[:, 1:3], pairs[:, :, :1030, :1032]))
+        assert dq[:, ::3].isnan().all()
+    for again in runs[1:]:
+        assert all(map(torch.equal, runs[0], again))
+    assert ((runs[0][1] - right).norm() / right.norm()).item() <= 5e-3
+    expected = problem.right[0][:, 1:3]
+    assert ((runs[0][0] - expected).norm() / expected.norm()).item() <= 5e-3
+
+
 @pytest.mark.parametrize("name", ["causal", "window", "slot bias"])
 def test_column_sums(name, poison):
     """Of all rows and the heads of a group: by fp64, and the same bits in every run."""
