@@ -223,18 +223,13 @@ def _weight_gradient(
 def _gradient(program: Program, inputs: Sequence[int]) -> str:
     """From ``g`` to ``ds`` and the inputs' gradients. Where ds is a multiple of g, its factor waits
     for the end."""
-    if _slope(program) is None:
+    if program.factor is None:
         return program.gradient
     return joined(program.gradient if inputs else "", "ds = g")
 
 
-def _slope(program: Program) -> float | None:
-    return program.scale if program.slope is None else program.slope
-
-
 def _ds_factor(program: Program) -> str:
-    slope = _slope(program)
-    return "" if slope is None else f" * {slope!r}"
+    return "" if program.factor is None else f" * {program.factor!r}"
 
 
 def _tiles(over: Loops, form: Form, body: Callable[[str], str]) -> str:

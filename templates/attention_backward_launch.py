@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.library import wrap_triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import attention_documents, attention_far, attention_forward
+from . import attention_backward_gluon_launch as gluon
+from . import attention_documents, attention_far, attention_forward, attention_gluon_launch
 from .attention_backward import (
     Form,
     gradient_axis,
@@ -285,11 +286,31 @@ class _Backward:
         programs = triton.cdiv(self.columns, chosen.block_n) * heads
         self._launch(keys_kernel(self.program, form), programs, values, chosen)
 
+    def by_gluon(self, part: str, pairs: Iterable[int] = ()) -> bool:
+        """Whether dk and dv ("keys"), or dq and gradients of ``pairs`` ("rows"), are the Hopper
+        kernel's. Heads of 64 are left to this one."""
+        q, k, v = self.q, self.k, self.v
+        pays = attention_gluon_launch.pays(q, k, v) and max(q.shape[3], v.shape[3]) > 64
+        return pays and gluon.takes(part, q, k, v, self.do, self.inputs, self.program, tuple(pairs))
+
+    def keys_by_gluon(self, dk: Tensor, dv: Tensor) -> None:
+        gluon.keys(
+            self.q, self.k, self.v, self.do, self.delta[0], self.delta[1], self.inputs,
+            self.numbers, self.program, dk, dv,
+        )  # fmt: skip
+
+    def queries_by_gluon(self, dq: Tensor, *pairs_and_part: Any) -> None:
+        gluon.rows(
+            self.q, self.k, self.v, self.do, self.delta[0], self.delta[1], self.inputs,
+            self.numbers, self.program, dq, None, *pairs_and_part,
+        )  # fmt: skip
+
     def queries(
-        self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling
-    ) -> None:
+        self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling,
+        hopper: bool = False,
+    ) -> None:  # fmt: skip
         """dq, ``sums`` [B, Hq, padded] of the inputs along rows or neither, and ``pairs``, the
-        gradients of the inputs along rows and keys."""
+        gradients of the inputs along rows and keys, these by the Hopper kernel if ``hopper``."""
         chosen = self._fitted(chosen, False)
         form = self.form(
             dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
@@ -325,7 +346,10 @@ class _Backward:
                 i: t if in_place else held[i][: math.prod(heads)].unflatten(0, heads)
                 for i, t in pairs.items()
             }
-            if form.stored:
+            if hopper:
+                assert dq is not None
+                self.queries_by_gluon(dq, *some.values(), part)
+            elif form.stored:
                 block = [chosen.block_m, chosen.block_n]
                 values |= {
                     f"pair{i}_desc": TensorDescriptor.from_tensor(t.flatten(0, 2), block)
@@ -338,7 +362,8 @@ class _Backward:
                 "first_head": part[1].start, "some_heads": heads[1],
                 "together": self._together(self.columns, math.prod(heads), chosen.near),
             }  # fmt: skip
-            self._launch(kernel, tiles * math.prod(heads), values, chosen)
+            if not hopper:
+                self._launch(kernel, tiles * math.prod(heads), values, chosen)
             for i, found in some.items():
                 if not in_place:
                     self._add(i, pairs[i], totals[i], found, part)
@@ -450,12 +475,20 @@ def backward(
             length = call.padded if kind == "rows" else k.shape[2]
             sums[kind][i] = call.fp32(*q.shape[:2], length)
     sizes = {"rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[0] * q.shape[1]}
-    keys = keys or keys_tiling(program, dtype, head, value, **sizes)
-    rows = rows or rows_tiling(program, dtype, head, value, **sizes)
-    if needed[1] or needed[2] or sums["columns"]:
+    of_keys, of_rows = needed[1] or needed[2] or sums["columns"], needed[0] or sums["rows"] or pairs
+    alone = needed[1] and needed[2] and not sums["columns"] and keys is None
+    if alone and call.by_gluon("keys"):
+        call.keys_by_gluon(dk, dv)
+    elif of_keys:
+        keys = keys or keys_tiling(program, dtype, head, value, **sizes)
         call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
-    if needed[0] or sums["rows"] or pairs:
-        call.queries(dq if needed[0] else None, sums["rows"], pairs, rows)
+    alone = needed[0] and not sums["rows"] and rows is None
+    hopper = alone and call.by_gluon("rows", pairs)
+    if hopper and not pairs:
+        call.queries_by_gluon(dq)
+    elif of_rows:
+        rows = rows or rows_tiling(program, dtype, head, value, **sizes)
+        call.queries(dq if needed[0] else None, sums["rows"], pairs, rows, hopper)
     for kind, at in (("rows", 3), ("columns", 2)):
         for i, partials in sums[kind].items():
             partials = partials[:, :, : q.shape[2] if kind == "rows" else None].unsqueeze(at)

@@ -7,6 +7,8 @@ import hashlib
 import importlib.util
 import linecache
 import re
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,8 @@ class Tile:
     """``consumers`` of 16 * ``warps`` query rows each, against blocks of ``keys`` keys, of which
     ``stages`` are copied ahead. ``pingpong``: consumers take turns in starting products.
     ``schedule``: "each" is a program per tile; else one per multiprocessor takes tiles, every so
-    manyth ("static") or the next that nobody has taken ("dynamic")."""
+    manyth ("static") or the next that nobody has taken ("dynamic"). ``in_place``: the output leaves
+    by the memory of q, so that the next tile's q comes later; where D is Dv."""
 
     keys: int = 128
     consumers: int = 2
@@ -45,6 +48,7 @@ class Tile:
     pingpong: bool = True
     schedule: str = "dynamic"
     section_bytes: int = SECTION_BYTES
+    in_place: bool = False
 
     @property
     def rows(self) -> int:
@@ -66,7 +70,8 @@ def default_tile(program: Program, d: int, copied: tuple[int, ...] = ()) -> Tile
     if matrices:
         # More rows for a block of keys: what is read of a matrix comes on top of K and V.
         pair = sum(given.dtype.itemsize for given in matrices)
-        for tile in (Tile(64, 3, pingpong=False), Tile(64, stages=3, pingpong=False)):
+        wide = Tile(pingpong=False, in_place=True)
+        for tile in (wide, Tile(64, 3, pingpong=False), Tile(64, stages=3, pingpong=False)):
             if _shared_bytes(tile, d, pair) <= SHARED_BYTES:
                 return tile
         return Tile(64, pingpong=False)
@@ -81,7 +86,8 @@ def _shared_bytes(tile: Tile, d: int, pair: int) -> int:
     """About the shared memory of a tile of 16-bit heads of d, and ``pair`` bytes for each pair of
     a row and a key."""
     block = tile.keys * (4 * d + tile.rows * pair)
-    return 4 * tile.rows * d + tile.stages * block + 2048
+    own = (2 if tile.in_place else 4) * tile.rows * d
+    return own + tile.stages * block + 2048
 
 
 def available() -> bool:
@@ -105,7 +111,7 @@ def scored(program: Program) -> bool:
     return program.scale is None or program.scale <= 0
 
 
-def _mapped(x: torch.Tensor) -> bool:
+def mapped(x: torch.Tensor) -> bool:
     """Whether a tensor map can describe a tensor: steps of 16 bytes, none of them 0."""
     step = 16 // x.element_size()
     return (
@@ -128,7 +134,7 @@ def applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program)
         and q.shape[-1] in DIMS
         and v.shape[-1] in DIMS
         and 0 not in (*q.shape, *k.shape)
-        and all(_mapped(x) for x in (q, k, v))
+        and all(mapped(x) for x in (q, k, v))
         and speakable(program)
         and _hopper(q.device)
     )
@@ -171,17 +177,32 @@ def staged(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(sorted(found, key=lambda i: "q" not in program.inputs[i].axes)[:MOST_STAGED])
 
 
-def _shared_by_batches(program: Program, copied: tuple[int, ...]) -> bool:
+def shared_by_batches(program: Program, copied: tuple[int, ...]) -> bool:
     """Whether a matrix is the same for all batches, which is most of what a tile reads."""
     axes = [set(program.inputs[i].axes) for i in copied]
     return any({"q", "k"} <= a and "b" not in a for a in axes)
+
+
+def standing(
+    program: Program, axis: str, copied: Sequence[int] = ()
+) -> tuple[list[str], str]:  # fmt: skip
+    """(statements, result) of the function that reads inputs that vary along no more of rows and
+    keys than ``axis``, whose number it is given, ``copied`` ones left out."""
+    values, at = [], 0
+    for i, given in enumerate(program.inputs):
+        if set(given.axes) <= {"b", "h", axis} and i not in copied:
+            terms = [
+                f"tl.cast({a}, tl.int64) * inputs[{at + 1 + n}]" for n, a in enumerate(given.axes)
+            ]
+            values.append(f"tl.load({' + '.join([f'inputs[{at}]', *terms])})")
+        at += 1 + len(given.axes)
+    return [], _tuple(values)
 
 
 def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, list[str], str]]:
     """(arguments, statements, result) of the functions that read inputs. What a kernel gets as
     ``inputs`` are a pointer and the strides along its axes of each."""
     origins: list[str] = []
-    rows: list[str] = []
     keys: list[str] = []
     at = 0
     for i, given in enumerate(program.inputs):
@@ -192,8 +213,6 @@ def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, l
         if i in copied:
             continue
         if "k" not in given.axes:
-            near = f" + tl.cast(q, tl.int64) * {stride['q']}" if "q" in given.axes else ""
-            rows.append(f"tl.load({where}{near})")
             continue
         far = f" + tl.cast(q0, tl.int64) * {stride['q']}" if "q" in given.axes else ""
         near = f"q * {stride['q']} + " if "q" in given.axes else ""
@@ -208,17 +227,19 @@ def _inputs(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, l
         origins.append(where + far)
     return {
         "origins": ("inputs, b, h, q0", [], _tuple(origins)),
-        "along_rows": ("inputs, b, h, q", [], _tuple(rows)),
+        "along_rows": ("inputs, b, h, q", *standing(program, "q")),
         "along_keys": (
             "inputs, at, q, k0, k, limit, MASKED: tl.constexpr",
             ["b = k0", *keys],
             _tuple([f"x{i}" for i in range(len(origins))]),
         ),
-        "staged_places": (
-            "b, h, q, k", [],
-            _tuple([a if a in program.inputs[i].axes else "0" for i in copied for a in "bhqk"]),
-        ),
-    }  # fmt: skip
+        "staged_places": ("b, h, q, k", [], copied_values(program, copied)),
+    }
+
+
+def copied_values(program: Program, copied: Sequence[int]) -> str:
+    """Where blocks of the copied inputs begin."""
+    return _tuple([a if a in program.inputs[i].axes else "0" for i in copied for a in "bhqk"])
 
 
 def functions(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str, list[str], str]]:
@@ -241,23 +262,60 @@ def functions(program: Program, copied: tuple[int, ...]) -> dict[str, tuple[str,
     }
 
 
+def module_of(
+    kernel: str, own: dict[str, tuple[str, list[str], str]], constants: dict[str, Any]
+) -> ModuleType:
+    """A fresh copy of the module ``kernel``, whose imports from ``attention_gluon_parts`` are of a
+    fresh copy of that, with a program's ``own`` functions and ``constants``."""
+    parts = f"{__package__}.attention_gluon_parts"
+    shared = _copy_of(parts)
+    for function, (arguments, body, result) in own.items():
+        setattr(shared, function, _function(function, arguments, body, result, parts))
+    for constant, value in constants.items():
+        setattr(shared, constant, tl.constexpr(value))
+    module: ModuleType = importlib.util.module_from_spec(_spec(f"{__package__}.{kernel}"))
+    with _importing:
+        before = sys.modules.get(parts)
+        sys.modules[parts] = shared
+        try:
+            _executed(module)
+        finally:
+            if before is None:
+                del sys.modules[parts]
+            else:
+                sys.modules[parts] = before
+    return module
+
+
+_importing = threading.Lock()
+
+
+def _spec(name: str) -> Any:
+    path = Path(__file__).with_name(f"{name.rpartition('.')[2]}.py")
+    return importlib.util.spec_from_file_location(name, path)
+
+
+def _executed(module: ModuleType) -> ModuleType:
+    assert module.__spec__ is not None and module.__spec__.loader is not None
+    module.__spec__.loader.exec_module(module)
+    return module
+
+
+def _copy_of(name: str) -> ModuleType:
+    return _executed(importlib.util.module_from_spec(_spec(name)))
+
+
 def define(program: Program, copied: tuple[int, ...] = ()) -> ModuleType:
     """A fresh copy of the module ``attention_gluon`` with the functions of a program; ``copied``:
     the inputs that are ``staged``."""
-    path = Path(__file__).with_name("attention_gluon.py")
-    name = f"{__package__}.attention_gluon"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for function, (arguments, body, result) in functions(program, copied).items():
-        setattr(module, function, _function(function, arguments, body, result, name))
-    module.SCORED = tl.constexpr(scored(program))
-    module.SPANS = tl.constexpr(len(program.row_spans))
-    module.DOCUMENTS = tl.constexpr(program.documents is not None)
-    module.STAGED = tl.constexpr(len(copied))
-    module.BATCHES_BESIDE = tl.constexpr(_shared_by_batches(program, copied))
-    return module
+    constants = {
+        "SCORED": scored(program),
+        "SPANS": len(program.row_spans),
+        "DOCUMENTS": program.documents is not None,
+        "STAGED": len(copied),
+        "BATCHES_BESIDE": shared_by_batches(program, copied),
+    }
+    return module_of("attention_gluon", functions(program, copied), constants)
 
 
 kernels = functools.cache(define)
@@ -270,7 +328,16 @@ def _shared_layout(bits: int, vector: bool) -> Any:
     return NVMMASharedLayout(0 if vector else 128, bits, rank=4)
 
 
-def _described(x: torch.Tensor, block: list[int]) -> Any:
+def input_values(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """A pointer and the strides along its axes of each input."""
+    read: list[Any] = []
+    for given, x in zip(program.inputs, inputs, strict=True):
+        read += [x, *(x.stride("bhqk".index(axis)) for axis in given.axes)]
+    return tuple(read)
+
+
+def described(x: torch.Tensor, block: list[int]) -> Any:
+    """A tensor map of [B, H, S, D] and its blocks in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = _shared_layout(8 * x.element_size(), block[2] == 1)
@@ -288,10 +355,23 @@ def _like(q: torch.Tensor, dim: int) -> torch.Tensor:
     return q.new_empty([*shape, dim]).permute(*(order.index(i) for i in range(3)), 3)
 
 
-def _bytes(described: Any, tile: Tile) -> int:
-    """Of a staged input in one place of the ring."""
-    _, _, rows, keys = described.block_shape
-    return (tile.consumers if rows > 1 else 1) * rows * keys * described.base.element_size()
+def staged_maps(
+    program: Program, inputs: Sequence[torch.Tensor], copied: Sequence[int], rows: int, keys: int
+) -> list[Any]:
+    """Tensor maps of the copied inputs, in blocks of a consumer's ``rows`` and of ``keys``."""
+    return [
+        described(unexpanded(inputs[i]), [1, 1, rows if "q" in program.inputs[i].axes else 1, keys])
+        for i in copied
+    ]
+
+
+def staged_bytes(maps: Sequence[Any], consumers: int) -> int:
+    """Of the copied inputs in one place of the ring."""
+    total = 0
+    for one in maps:
+        _, _, rows, keys = one.block_shape
+        total += (consumers if rows > 1 else 1) * rows * keys * one.base.element_size()
+    return total
 
 
 def launch(
@@ -313,28 +393,22 @@ def launch(
     row_tiles = triton.cdiv(rows, tile.rows)
     tiles = row_tiles * batch * heads
     held = max(1, tile.section_bytes // (columns * (d + dv) * k.element_size())) * group
-    read = []
-    for given, x in zip(program.inputs, inputs, strict=True):
-        read += [x, *(x.stride("bhqk".index(axis)) for axis in given.axes)]
     documents: tuple[Any, ...] = ()
     if program.documents:
         hulls = attention_documents.hulls(program, inputs, "q", tile.rows)
         documents = tuple(attention_documents.hull_values(hulls).values())
     each = 16 * tile.warps
     copied = staged(program, inputs)
-    maps: list[Any] = []
-    for i in copied:
-        part = each if "q" in program.inputs[i].axes else 1
-        maps.append(_described(unexpanded(inputs[i]), [1, 1, part, tile.keys]))
+    maps = staged_maps(program, inputs, copied, each, tile.keys)
     consumer, producer = tile.registers
     grid = (tiles if tile.schedule == "each" else min(tiles, multiprocessors),)
     # Where every program has one tile there is nothing to be told.
     dynamic = tile.schedule == "dynamic" and tiles > multiprocessors
     arguments = {
-        "q_desc": _described(q, [1, 1, each, d]),
-        "k_desc": _described(k, [1, 1, tile.keys, d]),
-        "v_desc": _described(v, [1, 1, tile.keys, dv]),
-        "out_desc": _described(out, [1, 1, each, dv]),
+        "q_desc": described(q, [1, 1, each, d]),
+        "k_desc": described(k, [1, 1, tile.keys, d]),
+        "v_desc": described(v, [1, 1, tile.keys, dv]),
+        "out_desc": described(out, [1, 1, each, dv]),
         **{f"x{j}_desc": maps[j] if j < len(maps) else None for j in range(MOST_STAGED)},
         "lse": lse,
         "counter": torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse,
@@ -349,7 +423,7 @@ def launch(
         "rows": rows,
         "columns": columns,
         "numbers": tuple(numbers),
-        "inputs": tuple(read),
+        "inputs": input_values(program, inputs),
         "documents": documents,
         "N": tile.keys,
         "STAGES": tile.stages,
@@ -358,7 +432,8 @@ def launch(
         "PINGPONG": tile.pingpong and tile.consumers > 1,
         "NAN": program.empty == "nan",
         "DYNAMIC": dynamic,
-        "STAGED_BYTES": sum(_bytes(m, tile) for m in maps),
+        "IN_PLACE": tile.in_place and d == dv,
+        "STAGED_BYTES": staged_bytes(maps, tile.consumers),
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "num_warps": tile.warps,

@@ -74,6 +74,11 @@ class Program:
     dropout: bool = False
 
     @property
+    def factor(self) -> float | None:
+        """The number that ``ds`` is times ``g``, where it is one."""
+        return self.scale if self.slope is None else self.slope
+
+    @property
     def kind(self) -> str:
         """In a few words, for an entry of a plan."""
         words = ["scored" if self.scale is None else "scaled"]

@@ -22,8 +22,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @dataclass(frozen=True)
 class Tiling:
     """``block``: entries gathered at once; ``heads``: of a program; ``splits``: of a list, 0 to
-    have it chosen; ``width``: numbers of an entry that are one product. ``stages``: 2 or more;
-    with 1 a kernel of triton 3.6 faulted on an H200 (64 entries, 8 warps), and none was faster."""
+    have it chosen; ``width``: numbers of an entry that are one product. ``stages``: 2 or more; with
+    1 the assembler of triton 3.6 (ptxas 12.8) lets a product read beyond shared memory (64 entries,
+    8 warps; that of CUDA 13.0 does not), and none was faster."""
 
     block: int
     heads: int

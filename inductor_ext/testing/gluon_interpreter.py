@@ -5,7 +5,7 @@ tiles are CPU tensors without a layout, ``mbarrier`` counts arrivals and bytes b
 done by a thread of their own some time after they were started, and a product that is not waited
 for yet checks at its wait that nobody has written to its operands. A wait that takes seconds, an
 operand that was overwritten, and a buffer that two programs share are errors. What the emulation
-knows is what ``attention_gluon`` uses.
+knows is what attention's kernels use.
 """
 
 from __future__ import annotations
@@ -369,12 +369,13 @@ def _standing_in(language: ModuleType, copies: _Copies) -> Iterator[None]:
         "mbarrier": SimpleNamespace(
             init=_init,
             expect=lambda barrier, size: barrier.add(1, size),
-            arrive=lambda barrier, count=1: barrier.add(count, 0),
+            arrive=lambda barrier, count=1, pred=True: barrier.add(count, 0) if pred else None,
             wait=lambda barrier, parity: barrier.wait(parity),
             MBarrierLayout=lambda: None,
         ),
         "tma": copies,
         "warpgroup_mma": _mma,
+        "warpgroup_mma_init": lambda accumulator: accumulator,
         "warpgroup_mma_wait": _mma_wait,
     }
     root = "triton.experimental.gluon"

@@ -72,7 +72,7 @@ TILES = {
     "default": Tile(),
     "each": Tile(schedule="each"),
     "static": Tile(schedule="static", pingpong=False),
-    "small blocks": Tile(keys=64, stages=4),
+    "small blocks": Tile(keys=64, stages=4, in_place=True),
     "three": Tile(keys=64, consumers=3, stages=3),
     "one": Tile(consumers=1, warps=8),
 }
@@ -176,6 +176,13 @@ def _exponentials_beside_products(sass):
     return found
 
 
+def _softmaxes(sass):
+    """The instructions between the waits for scores and those for the output beside them."""
+    parts = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
+    assert len(parts) >= 4
+    return "".join(parts)
+
+
 SLOTS = Program(inputs=(Input(torch.float32, "bhk"),), score="r = s * 0.1 + x0 * 1.4")
 PAIRS = Program(inputs=(Input(BF16, "hqk"),), score="r = s * 0.1 + x0.to(tl.float32) * 1.4")
 
@@ -188,7 +195,8 @@ PAIRS = Program(inputs=(Input(BF16, "hqk"),), score="r = s * 0.1 + x0.to(tl.floa
 )
 def test_machine_code_of_inputs(program, shape, dtype):
     binary, sass = _binary(program, 128, inputs=[torch.empty(shape, dtype=dtype, device="meta")])
-    assert binary.spills <= 16  # a few scalars, outside of the loop over whole blocks
+    assert binary.spills <= 32  # a few scalars of a tile, hardly any in a block's softmax
+    assert len(re.findall(r"\b(LDL|STL)\b", _softmaxes(sass))) <= 2
     assert binary.shared_bytes <= 232448
     assert "ld.global" not in binary.ptx  # the copies are the producer's
     assert sass.count("gsb0, 0x") == binary.ptx.count("wgmma.commit_group")

@@ -213,3 +213,10 @@ def test_binaries():
     assert "wgmma" in gather.ptx and gather.widest_load == 16 and "cp.async" in gather.ptx
     # Blocks of entries, each there once, beside the queries and the probabilities.
     assert gather.shared_bytes <= 2 * 32 * 576 * 2 + (24 << 10)
+
+
+def test_what_a_tiling_refuses_is_no_candidate():
+    for dtype, dim, heads in ((BF16, 576, 128), (FP32, 64, 16)):
+        sizes = {"lines": 8, "topk": 2048}
+        found = launch.tiling.candidates((dtype, dim, heads), sizes).values()
+        assert len(found) > 3 and all(tiling.stages > 1 for tiling in found)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from inductor_ext.templates import attention_backward_gluon_launch as backward
 from inductor_ext.templates import attention_gluon_launch as launch
 from inductor_ext.templates.attention_program import Input, Program, Span
 
@@ -12,6 +13,7 @@ from inductor_ext.ops._attention_score import positions, read, write
 from inductor_ext.ops._attention_translate import program
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "attention"))
+from hopper_gradients import NAMES, Problem
 from score_ways import INF, SCORES, made, score, tensors
 
 pytestmark = pytest.mark.gpu
@@ -142,3 +144,42 @@ def test_rows_that_keep_nothing(poison):
         assert (lse[:, :, :170] == -INF).all()
         assert out[:, :, 170:].isfinite().all()
     judge(q, k, v, program(text, (), 0, "zero"), text, poison)
+
+
+@pytest.mark.parametrize(("part", "name"), [(p, n) for p in NAMES for n in NAMES[p]])
+@pytest.mark.parametrize(
+    ("B", "heads", "kv_heads", "rows", "columns", "d", "dv", "dtype"),
+    [(2, 8, 8, 1030, 1030, 128, 128, BF16), (2, 8, 2, 700, 1030, 64, 128, FP16)],
+)  # fmt: skip
+def test_gradients(part, name, B, heads, kv_heads, rows, columns, d, dv, dtype, poison):
+    """dk and dv, and dq, are right, and the same bits in every run."""
+    with torch.device("cuda"):
+        problem = Problem(name, B, heads, kv_heads, rows, columns, d, dv, dtype)
+    runs = []
+    for _ in range(3):
+        poison()
+        given, results = problem.arguments(part)
+        getattr(backward, part)(*given)
+        runs.append(results)
+    problem.judge(part, runs[0])
+    assert all(map(torch.equal, runs[0] * 2, runs[1] + runs[2]))
+
+
+def test_gradients_of_pairs(poison):
+    """Of two heads of all batches; dq of those only."""
+    with torch.device("cuda"):
+        problem = Problem("pairs", 3, 4, 4, 1030, 1032, 128, 128)
+        right = problem.pairs()[:, 1:3]
+    runs = []
+    for _ in range(3):
+        poison()
+        given, (dq,) = problem.arguments("rows")
+        pairs = torch.full((3, 2, 1152, 1152), torch.nan, device="cuda", dtype=BF16)
+        backward.rows(*given, None, pairs, (slice(0, 3), slice(1, 3)))
+        runs.append((dq[:, 1:3], pairs[:, :, :1030, :1032]))
+        assert dq[:, ::3].isnan().all()
+    for again in runs[1:]:
+        assert all(map(torch.equal, runs[0], again))
+    assert ((runs[0][1] - right).norm() / right.norm()).item() <= 5e-3
+    expected = problem.right[0][:, 1:3]
+    assert ((runs[0][0] - expected).norm() / expected.norm()).item() <= 5e-3
