@@ -154,8 +154,8 @@ def install() -> None:
             return dependent_launch(src, metadata) or super().__new__(cls)
 
     driver.CudaLauncher = Launcher
-    active = triton.runtime.driver._active
-    if active is not None and active.launcher_cls is stock:  # a kernel has run before the import
+    active = triton.runtime.driver._active  # None: no kernel has run yet; or somebody's own
+    if getattr(active, "launcher_cls", None) is stock:
         active.launcher_cls = Launcher
 
 

@@ -212,3 +212,7 @@ def test_a_driver_that_is_up_already_takes_it_too(card, monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     compat_launch.install()
     assert active.launcher_cls is driver.CudaLauncher is not stock
+    for theirs in (None, object()):  # no driver yet, and one that launches in another way
+        monkeypatch.setattr(driver, "CudaLauncher", stock)
+        monkeypatch.setattr(triton.runtime.driver, "_active", theirs)
+        compat_launch.install()
