@@ -362,15 +362,15 @@ def measure_case(
 def compile_times() -> list[dict[str, Any]]:
     """Wall clock of a first call in s, stock against ours in default mode, caches fresh.
 
-    "first" is the first site of all; "later" another site compiled after it in the same cache
-    directory, with no kernel in common but the C launchers, which Triton keeps per signature.
+    "first" is the first site of all; "later" another site, of half as many rows, compiled after it
+    in the same cache directory: they have no kernel in common.
     """
     import torch
     from torch._inductor.utils import fresh_cache
 
     rows = []
     for first in (SUITES["relu_bf16"][-1], SUITES["router"][3]):
-        later = dataclasses.replace(first, k=first.k // 2)
+        later = dataclasses.replace(first, m=first.m // 2)
         seconds: dict[tuple[str, str], list[float]] = {}
         for i in range(COMPILE_REPEATS + 1):
             for variant in ("compile", "ours"):
