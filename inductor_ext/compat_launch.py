@@ -141,8 +141,11 @@ def _known() -> frozenset[str]:
 def install() -> None:
     """Let Triton's driver ask ``dependent_launch`` first, where its launchers would be built."""
     import triton
-    from triton.backends.nvidia import driver
 
+    try:
+        from triton.backends.nvidia import driver
+    except ImportError:  # a Triton for other makers' cards
+        return
     if getattr(driver, "make_launcher", None) is None:
         return
     stock = driver.CudaLauncher
