@@ -281,13 +281,14 @@ def tiling_named(
 ) -> Tiling | None:
     """The tiling in a candidate's name, None where these sizes have none of that name.
 
-    The elements of K per split are those that the number of splits means, on whichever card.
+    In fp32 any number of splits may be one wave, on a card with as many multiprocessors.
     """
-    splits, _, _, block_k = (int(x) for x in re.findall(r"\d+", match["stem"])[:4])
-    meant = {split_size(k, splits, block_k)} if splits and block_k else set()
     shapes = _shapes(max(m, int(match["bm"])), n, k, batch, itemsize, 1)
-    meant_too = [(*shape[:2], length) for shape in shapes for length in meant]
-    for shape in dict.fromkeys([*shapes, *meant_too]):
+    splits, _, _, block_k = (int(x) for x in re.findall(r"\d+", match["stem"])[:4])
+    if itemsize == 4 and splits and block_k:
+        meant = split_size(k, splits, block_k)
+        shapes += [(*tile, meant) for tile in dict.fromkeys(shape[:2] for shape in shapes)]
+    for shape in shapes:
         tiling = _tiling(m, n, k, batch, itemsize, shape)
         if tiling.name == match["stem"]:
             return None if match["how"] == "_rowwise" and tiling.splits > 64 else tiling
