@@ -233,7 +233,8 @@ def dot_tiling(m: int, n: int, k: int, sms: int) -> DotTiling | None:
     if m > 4:
         return None
     block_n = max(1, pow2(m * n // (2 * sms)) // 2)
-    return DotTiling(block_n, min(pow2(k), 16384 // block_n))
+    block_k = min(pow2(k), 16384 // block_n)
+    return DotTiling(block_n, block_k, 16 if block_n * block_k >= 8192 else 8)
 
 
 def dot_wins(m: int, n: int, k: int, itemsize: int) -> bool:
