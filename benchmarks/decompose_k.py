@@ -28,6 +28,7 @@ import argparse
 import dataclasses
 import json
 import operator
+import re
 import statistics
 import sys
 import time
@@ -361,15 +362,15 @@ def measure_case(
 def compile_times() -> list[dict[str, Any]]:
     """Wall clock of a first call in s, stock against ours in default mode, caches fresh.
 
-    "first" is the first site of all; "later" another site compiled after it in the same cache
-    directory, with no kernel in common but the C launchers, which Triton keeps per signature.
+    "first" is the first site of all; "later" another site, of half as many rows, compiled after it
+    in the same cache directory: they have no kernel in common.
     """
     import torch
     from torch._inductor.utils import fresh_cache
 
     rows = []
     for first in (SUITES["relu_bf16"][-1], SUITES["router"][3]):
-        later = dataclasses.replace(first, k=first.k // 2)
+        later = dataclasses.replace(first, m=first.m // 2)
         seconds: dict[tuple[str, str], list[float]] = {}
         for i in range(COMPILE_REPEATS + 1):
             for variant in ("compile", "ours"):
@@ -400,9 +401,14 @@ def _title(meta: Mapping[str, Any]) -> str:
 
 
 def merge(paths: Sequence[Path], out: Path) -> None:
-    """Join the CSV and JSON files of several runs, with plot and summary; needs no card."""
-    rows = [row for path in paths for row in common.read_csv(path)]
-    runs = [json.loads(path.with_suffix(".json").read_text()) for path in paths]
+    """Join the CSV and JSON files of several runs, with plot and summary; needs no card.
+
+    Of a case that several hold the last one counts.
+    """
+    read = [row for path in paths for row in common.read_csv(path)]
+    rows = list({(row["suite"], row["case"]): row for row in read}.values())
+    files = [json.loads(path.with_suffix(".json").read_text()) for path in paths]
+    runs = [run for f in files for run in (f if isinstance(f, list) else [f])]  # merged already
     versus = comparison([c for c in (*COLUMNS, *NAMED) if any(r.get(f"{c}_check") for r in rows)])
     table = common.CsvFile(out / "decompose_k.csv", list(dict.fromkeys(k for r in rows for k in r)))
     for group in versus.grouped(rows).values():
@@ -432,6 +438,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--columns", type=known, default=list(COLUMNS), help="comma-separated")
     add("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
     add("--quick", action="store_true", help=f"{QUICK_CASES} shapes a suite, fewer repeats")
+    add("--only", default="", metavar="REGEX", help='only cases like this, "router 8x"')
     add("--shard", type=common.shard, default=(1, 1), help="I/N: every Nth shape from the Ith")
     add("--budget-seconds", type=float, help="stop between shapes before this is used up")
     add("--prewarm", type=int, default=0, metavar="N", help="compile ahead in N processes")
@@ -447,6 +454,7 @@ def main() -> None:
     budget = common.Budget(args.budget_seconds)
     suites = list(SUITES) if args.suite == "all" else [args.suite]
     cases = ordered(suites, args.quick, args.shard)
+    cases = [c for c in cases if re.match(args.only, f"{c.suite} {c.name}")]
     if args.list:
         for case in cases:
             print(case.suite, case.name, case.dtype, case.layout, case.epilogue)

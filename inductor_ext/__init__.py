@@ -18,6 +18,7 @@ _compat.import_inductor()
 
 from . import active_plan as _active_plan  # noqa: E402
 from . import choosing as _choosing  # noqa: E402
+from . import compat_launch as _compat_launch  # noqa: E402
 from . import dispatch as _dispatch  # noqa: E402
 from . import ops as ops  # noqa: E402
 from . import planned_launches as _planned_launches  # noqa: E402
@@ -33,6 +34,7 @@ _registry.add_salt("forced", _choosing.forced_salt)
 _registry.add_salt("plans", _active_plan.salt)
 _compat.install_salt(_registry.revision)
 _planned_launches.install()
+_compat_launch.install()
 
 from . import lowerings as lowerings  # noqa: E402  (registers every capability)
 

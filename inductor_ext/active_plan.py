@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from . import agreement, compat, config
+from . import agreement, compat, config, plan_file
 from .plan import Bounds, Box, Entry, Key, Plan, PlanError
 
 ENVIRONMENT = "INDUCTOR_EXT_PLAN"
@@ -161,7 +161,7 @@ def shipped(card: str) -> Loaded | None:
     for word in re.findall(r"[a-z0-9]+", card.lower()):
         path = Path(str(folder / f"{word}.json"))
         if path.is_file():
-            return Loaded(Plan.load(path), str(path), False)
+            return Loaded(plan_file.read(path, tested=True), str(path), False)
     return None
 
 

@@ -1,7 +1,7 @@
 """Private Inductor names: registries, cache keys, the graph being lowered.
 
 Only the ``compat_*`` modules touch any: ``compat_ir`` builds, ``compat_dispatch`` branches,
-``compat_launch`` builds launchers, ``compat_trace`` writes to the trace, ``compat_virtual`` and
+``compat_launch`` launches kernels, ``compat_trace`` writes to the trace, ``compat_virtual`` and
 ``compat_patches`` are the test kit's half.
 
 Supported: torch 2.11 to 2.15. Each access is covered by ``tests/core/test_compat.py``, which fails

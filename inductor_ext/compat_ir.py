@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
-from . import compat, compat_dispatch, compat_launch
+from . import compat, compat_dispatch
 from .compat import graph, hint, lowering_of, on_real_card, shape_env
 
 # --- building IR ----------------------------------------------------------------------------------
@@ -167,13 +167,9 @@ class Template:
             triton_meta: Any
 
             def jit_lines(self) -> Any:
-                pdl = self.meta.get("PDL")
-                if pdl:
+                if self.meta.get("PDL"):
                     self.triton_meta = {**(self.triton_meta or {}), "launch_pdl": True}
-                lines = super().jit_lines()
-                if pdl and on_real_card():
-                    compat_launch.build_ahead(tuple(self.triton_meta["signature"].values()))
-                return lines
+                return super().jit_lines()
 
             def store_output(self, *args: Any, **kwargs: Any) -> str:
                 name = super().store_output(*args, **kwargs)

@@ -1,111 +1,165 @@
-"""Launchers of kernels with launch attributes, built while the kernels themselves compile.
+"""Launches with programmatic dependent launch, without a C compiler.
 
 Inductor's static launcher sets no launch attributes, so a kernel with programmatic dependent launch
-goes through Triton's launcher, which up to triton 3.6 the C compiler builds once per signature and
-cache directory: 0.35 s that would come after everything else. Newer Tritons build none, and nothing
-here acts.
+goes through Triton's launcher, which up to triton 3.6 the C compiler builds for every signature and
+cache directory, longer than the kernel itself takes. Here the driver is called through ctypes
+instead: nothing is built, and a launch costs the host less. Newer Tritons build none, and nothing
+here acts. The structures are those of cuda.h (a test compares them).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import hashlib
-import logging
-import threading
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
-log = logging.getLogger("inductor_ext")
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
 
-_lock = threading.Lock()
-_started: set[tuple[str, str]] = set()  # (cache directory, key), built or not
-_pending: dict[str, Future[None]] = {}  # by the key that Triton gives its cache manager
-_building = threading.local()
+
+class _Value(ctypes.Union):
+    _fields_ = [("pad", ctypes.c_char * 64), ("on", ctypes.c_int)]
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_char * 4), ("value", _Value)]
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+_NUMBERS = {
+    "i1": ctypes.c_int8,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "fp32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+}
 
 
 @functools.cache
-def _builders() -> Any:
-    from concurrent.futures import ThreadPoolExecutor
+def _driver() -> Any:
+    """The driver's cuLaunchKernelEx(config, function, parameters, extra) and cuGetErrorString."""
+    library = ctypes.CDLL("libcuda.so.1")  # the interpreter's lock is free during a call
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return library
 
-    return ThreadPoolExecutor(4, thread_name_prefix="inductor_ext_launcher")
+
+def _raise(status: int) -> None:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    said = (text.value or b"unknown").decode()
+    raise RuntimeError(f"Triton Error [CUDA]: {said}")  # as Triton's own launcher says it
 
 
-def build_ahead(signature: tuple[str, ...]) -> None:
-    """Start building the C launcher for kernel arguments of these Triton types, e.g. ``*bf16``.
+def _is_ours(name: str, module: str) -> bool:
+    """Whether a kernel is a template in a compiled graph, or one of the package's own."""
+    return name.startswith("triton_tem_") or module.startswith("inductor_ext.")
 
-    Triton finds the result in its cache; when the kernel is loaded before the build has ended,
-    Triton's look-up waits for it instead of running the compiler a second time. A failed build
-    leaves nothing behind: the kernel's own launch builds it again and reports.
+
+def dependent_launch(src: Any, metadata: Any) -> Callable[..., None] | None:
+    """What launches a kernel of the package with programmatic dependent launch; None: Triton's.
+
+    ``src`` and ``metadata`` are what Triton makes a launcher of, and the result is called as that
+    is. Any thread may call it, also while it is under way in the same thread (a finaliser): each
+    call has memory of its own.
     """
-    from triton.backends.nvidia import driver
+    types = list(src.signature.values())
+    plain = metadata.launch_pdl and metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
+    scratch = metadata.global_scratch_size or metadata.profile_scratch_size
+    known = all(isinstance(t, str) and (t[0] == "*" or t in _known()) for t in types)
+    if not plain or scratch or not known:
+        return None
+    if not _is_ours(metadata.name, getattr(src.fn, "module", "")):
+        return None
 
-    make = getattr(driver, "make_launcher", None)
-    if make is None:
+    names = [f"arg{i}" for i in range(len(types))]
+    passed = [(n, t) for n, t in zip(names, types, strict=True) if t != "constexpr"]
+    fields = [(n, ctypes.c_void_p if t[0] == "*" else _NUMBERS[t]) for n, t in passed]
+    fields += [("global_scratch", ctypes.c_void_p), ("profile_scratch", ctypes.c_void_p)]
+    arguments = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+    offsets = [getattr(arguments, name).offset for name, _ in fields]
+    pdl = Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, value=_Value(on=1))
+    threads, shared = 32 * metadata.num_warps, metadata.shared
+
+    def memory() -> tuple[Any, ...]:
+        values = arguments()
+        first = ctypes.addressof(values)
+        parameters = (ctypes.c_void_p * len(fields))(*[first + offset for offset in offsets])
+        config = Config(0, 0, 0, threads, 1, 1, shared, None, ctypes.pointer(pdl), 1)
+        addresses = [ctypes.c_void_p(ctypes.addressof(x)) for x in (config, parameters)]
+        return values, config, *addresses, parameters
+
+    scope = {"free": [], "memory": memory, "launch": _driver().cuLaunchKernelEx, "fail": _raise}
+    store = "; ".join(f"values.{n} = {n}" + ".data_ptr()" * (t[0] == "*") for n, t in passed)
+    # Written out, because a loop over the arguments would double what a launch costs the host.
+    exec(_LAUNCHER.format(names=", ".join(names), store=store or "pass"), scope)
+    launcher: Callable[..., None] = scope["run"]
+    return launcher
+
+
+_LAUNCHER = """
+def run(x, y, z, stream, function, packed, metadata, on_enter, on_exit, {names}):
+    if x * y * z <= 0:
         return
-    from triton import knobs
-    from triton.runtime import build, cache
-
-    source = make({}, dict(enumerate(signature)), None)
-    digest = hashlib.sha256((source + build.platform_key()).encode()).hexdigest()
-    key = cache._base32(digest)
-    with _lock:
-        if (knobs.cache.dir, key) in _started or not _wait_in_look_ups():
-            return
-        _started.add((knobs.cache.dir, key))
-        _pending[key] = Future()
-
-    def run() -> None:
-        _building.key = key
-        try:
-            build.compile_module_from_src(
-                src=source,
-                name="__triton_launcher",
-                library_dirs=driver.library_dirs(),
-                include_dirs=driver.include_dirs,
-                libraries=driver.libraries,
-            )
-        except Exception as error:
-            log.debug("a launcher could not be built ahead: %s", error)
-        finally:
-            with _lock:
-                done = _pending.pop(key)
-                if not _pending:
-                    _stop_waiting()
-            done.set_result(None)
-
-    _builders().submit(run)
+    if on_enter is not None:
+        on_enter(metadata)
+    try:
+        mine = free.pop()
+    except IndexError:
+        mine = memory()
+    values, config, config_at, parameters_at, _ = mine
+    {store}
+    config.x = x; config.y = y; config.z = z; config.stream = stream
+    status = launch(config_at, function, parameters_at, None)
+    free.append(mine)
+    if status:
+        fail(status)
+    if on_exit is not None:
+        on_exit(metadata)
+"""
 
 
 @functools.cache
-def _waiting_manager() -> Any:
-    """Triton's own cache manager, but asking it for a launcher that is being built waits."""
-    from triton.runtime.cache import FileCacheManager
-
-    class WaitingCacheManager(FileCacheManager):
-        def __init__(self, key: str, *args: Any, **kwargs: Any) -> None:
-            pending = _pending.get(key)
-            if pending is not None and getattr(_building, "key", None) != key:
-                pending.result()
-            super().__init__(key, *args, **kwargs)
-
-    return WaitingCacheManager
+def _known() -> frozenset[str]:
+    return frozenset((*_NUMBERS, "constexpr"))
 
 
-def _wait_in_look_ups() -> bool:
-    """Put the waiting manager in while builds are pending; False when the user has their own."""
-    from triton import knobs
+def install() -> None:
+    """Let Triton's driver ask ``dependent_launch`` first, where its launchers would be built."""
+    import triton
 
-    if knobs.cache.manager_class not in (None, _waiting_manager()):
-        return False
-    knobs.cache.manager_class = _waiting_manager()
-    return True
+    try:
+        from triton.backends.nvidia import driver
+    except ImportError:  # a Triton for other makers' cards
+        return
+    if getattr(driver, "make_launcher", None) is None:
+        return
+    stock = driver.CudaLauncher
 
+    class Launcher(stock):  # type: ignore[misc, valid-type]
+        """Triton's launcher, or a function that launches."""
 
-def _stop_waiting() -> None:
-    from triton import knobs
+        def __new__(cls, src: Any, metadata: Any) -> Any:
+            return dependent_launch(src, metadata) or super().__new__(cls)
 
-    if knobs.cache.manager_class is _waiting_manager():
-        del knobs.cache.manager_class
+    driver.CudaLauncher = Launcher
+    active = triton.runtime.driver._active  # None: no kernel has run yet; or somebody's own
+    if getattr(active, "launcher_cls", None) is stock:
+        active.launcher_cls = Launcher
 
 
 def direct_launches() -> Any:

@@ -84,18 +84,14 @@ def _tiling(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rates:
-    """What the ranking of tilings costs, fitted to 49 problems on an H200 (benchmarks/NOTES.md)."""
-
-    refill_ns: float  # a further filling of the four pipeline stages
-    sm_bytes_per_ns: float  # into one SM
-    l2_bytes_per_ns: float  # out of the L2, re-reads included
-    partial_bytes_per_ns: float  # partials written and read back
-    prefetch_ns: float  # what fetching B ahead of the wait saves
-
-
-_RATES = {2: _Rates(1020, 209, 50000, 3850, 1600), 4: _Rates(143, 80, 8600, 2240, 0)}
+# What the ranking of tilings costs, fitted to 49 problems on an H200 (benchmarks/NOTES.md).
+_REFILL_NS = 1020  # a further filling of the four pipeline stages
+_SM_BYTES_PER_NS = 209  # into one SM
+_L2_BYTES_PER_NS = 50000  # out of the L2, re-reads included
+_PARTIAL_BYTES_PER_NS = {2: 3850, 4: 2240}  # partials written and read back
+_PREFETCH_NS = 1600  # what fetching B ahead of the wait saves
+# Without tensor cores, by elements of a tile: (ns until products flow, products per ns of an SM).
+_FMA = {256: (2900, 50), 512: (2700, 50), 1024: (2400, 88), 2048: (5000, 150)}
 
 
 def _predicted_ns(
@@ -108,42 +104,54 @@ def _predicted_ns(
     """Time that depends on the tiling, for ranking only."""
     m, n, k, batch = sizes
     block_m, block_n, per_split = shape
-    rates = _RATES[itemsize]
     splits = -(-k // per_split)
     programs = -(-m // block_m) * -(-n // block_n) * batch * splits
-    read = (min(block_m, m) + min(block_n, n)) * per_split * itemsize
-    # Where a program fills an SM, one program too many is a second wave for all.
     waves = programs / sms
-    if _tiling(m, n, k, batch, itemsize, shape).fills_an_sm(itemsize):
+    # Where a program fills an SM, or its units, one program too many is a second wave for all.
+    if itemsize == 4 or _tiling(m, n, k, batch, itemsize, shape).fills_an_sm(itemsize):
         waves = math.ceil(waves)
+    partials = 2 * splits * m * n * batch * 4 / _PARTIAL_BYTES_PER_NS[itemsize]
+    if itemsize == 4:
+        start, products = _FMA[block_m * block_n]
+        return start + waves * block_m * block_n * per_split / products + partials + 0.25 * programs
+    read = (min(block_m, m) + min(block_n, n)) * per_split * itemsize
     refills = max(per_split / _block_k(per_split, itemsize) / 4, 1) - 1
-    partials = 2 * splits * m * n * batch * 4
     ahead = block_m >= m and (prefetch == "columns" or (prefetch == "rows" and block_n >= n))
     return (
         max(
-            refills * rates.refill_ns,
-            read * max(1.0, waves) / rates.sm_bytes_per_ns,
-            read * programs / rates.l2_bytes_per_ns,
+            refills * _REFILL_NS,
+            read * max(1.0, waves) / _SM_BYTES_PER_NS,
+            read * programs / _L2_BYTES_PER_NS,
         )
-        + partials / rates.partial_bytes_per_ns
+        + partials
         + 0.25 * programs
-        - (rates.prefetch_ns if ahead else 0.0)
+        - (_PREFETCH_NS if ahead else 0.0)
     )
 
 
-def _shapes(m: int, n: int, k: int, itemsize: int) -> list[tuple[int, int, int]]:
+def _shapes(
+    m: int, n: int, k: int, batch: int, itemsize: int, sms: int
+) -> list[tuple[int, int, int]]:
     """(tile rows, tile columns, elements of K per split) that make sense for these sizes."""
     longest = pow2(-(-k // 128))  # elements per split where 128 splits are not enough
-    beyond = (longest,) if longest > 2048 else ()
+
+    def lengths(block_m: int, block_n: int) -> list[int]:
+        found = {64, 128, 256, 512, 1024, 2048} | ({longest} if longest > 2048 else set())
+        if itemsize == 4:  # bound by arithmetic: also what makes one wave exactly
+            tiles = -(-m // block_m) * -(-n // block_n) * batch
+            wave = -(-k * tiles // (64 * sms)) * 64
+            found |= {wave} if wave <= 2048 else set()
+        return sorted(found)
+
     return [
         (block_m, block_n, per_split)
         for block_m in (64, 32, 16)
         for block_n in (16, 32, 64, 128)
-        for per_split in (64, 128, 256, 512, 1024, 2048, *beyond)
         if block_m <= max(pow2(m), 16)
         and block_n <= max(pow2(n), 16)
-        and 2 <= -(-k // per_split) <= 128
         and not (itemsize == 4 and block_m * block_n > 2048)
+        for per_split in lengths(block_m, block_n)
+        if 2 <= -(-k // per_split) <= 128
     ]
 
 
@@ -154,11 +162,18 @@ def tilings(
 
     ``prefetch`` is how B can be fetched ahead: "rows", "columns" (see ``_prefetchable``) or "".
     """
-    shapes = _shapes(m, n, k, itemsize)
+    shapes = _shapes(m, n, k, batch, itemsize, sms)
     if itemsize == 4:  # FMA, not tensor cores: rows of A beyond M would be multiplied too
         shapes.reverse()
-    # A stable sort: the order above decides between equals.
-    shapes.sort(key=lambda s: _predicted_ns((m, n, k, batch), itemsize, sms, prefetch, s))
+    sizes = m, n, k, batch
+    # Of equals the one that reads less, where arithmetic alone is predicted; then the order above,
+    # since the sort is stable.
+    shapes.sort(
+        key=lambda s: (
+            _predicted_ns(sizes, itemsize, sms, prefetch, s),
+            s[0] + s[1] if itemsize == 4 else 0,
+        )
+    )
     return [_tiling(m, n, k, batch, itemsize, shape) for shape in shapes]
 
 
@@ -218,7 +233,8 @@ def dot_tiling(m: int, n: int, k: int, sms: int) -> DotTiling | None:
     if m > 4:
         return None
     block_n = max(1, pow2(m * n // (2 * sms)) // 2)
-    return DotTiling(block_n, min(pow2(k), 16384 // block_n))
+    block_k = min(pow2(k), 16384 // block_n)
+    return DotTiling(block_n, block_k, 16 if block_n * block_k >= 8192 else 8)
 
 
 def dot_wins(m: int, n: int, k: int, itemsize: int) -> bool:
@@ -264,8 +280,16 @@ def dot_named(match: re.Match[str]) -> DotTiling | None:
 def tiling_named(
     match: re.Match[str], m: int, n: int, k: int, batch: int, itemsize: int
 ) -> Tiling | None:
-    """The tiling in a candidate's name, None where these sizes have none of that name."""
-    for shape in _shapes(max(m, int(match["bm"])), n, k, itemsize):
+    """The tiling in a candidate's name, None where these sizes have none of that name.
+
+    In fp32 any number of splits may be one wave, on a card with as many multiprocessors.
+    """
+    shapes = _shapes(max(m, int(match["bm"])), n, k, batch, itemsize, 1)
+    splits, _, _, block_k = (int(x) for x in re.findall(r"\d+", match["stem"])[:4])
+    if itemsize == 4 and splits and block_k:
+        meant = split_size(k, splits, block_k)
+        shapes += [(*tile, meant) for tile in dict.fromkeys(shape[:2] for shape in shapes)]
+    for shape in shapes:
         tiling = _tiling(m, n, k, batch, itemsize, shape)
         if tiling.name == match["stem"]:
             return None if match["how"] == "_rowwise" and tiling.splits > 64 else tiling

@@ -1,12 +1,18 @@
-"""Launchers built ahead of their kernels: built once, waited for, nothing left behind."""
+"""Kernels with programmatic dependent launch are launched without a C compiler, as Triton would."""
 
 from __future__ import annotations
 
-import shutil
+import ctypes
+import os
+import subprocess
+import sys
 import threading
-import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
 import triton
 from triton.backends.nvidia import driver
 
@@ -19,71 +25,194 @@ pytestmark = [
     ),
 ]
 
-SIGNATURE = ("*bf16", "*bf16", "*fp32")
+METADATA = {
+    "name": "triton_tem_fused_mm_0",
+    "launch_pdl": True,
+    "num_ctas": 1,
+    "num_warps": 4,
+    "shared": 1024,
+    "launch_cooperative_grid": False,
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+}
+
+
+def launcher(*signature, module="torch", **metadata):
+    """What Triton's driver makes for a kernel with arguments of these types."""
+    src = types.SimpleNamespace(
+        signature={f"x{i}": t for i, t in enumerate(signature)},
+        fn=types.SimpleNamespace(module=module),
+    )
+    made = types.SimpleNamespace(**{**METADATA, **metadata})
+    return compat_launch.dependent_launch(src, made)
+
+
+class Driver:
+    """A driver that takes down its launches: (configuration, values of the parameters)."""
+
+    def __init__(self):
+        self.launches, self.status, self.during = [], 0, lambda: None
+        self.here = threading.local()
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+        self.cuLaunchKernelEx = prototype(self._launch)
+        self.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+
+    def _launch(self, config, function, parameters, extra):
+        self.during()
+        c = compat_launch.Config.from_address(config)
+        attribute = c.attributes[0]
+        sizes = (c.x, c.y, c.z, c.block_x, c.block_y, c.block_z, c.shared_bytes, c.stream)
+        pdl = (c.attribute_count, attribute.id, attribute.value.on)
+        at = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+        self.launches.append((sizes, pdl, function))
+        self.values = lambda i, kind: kind.from_address(at[i]).value
+        self.here.seen = [ctypes.c_uint64.from_address(at[i]).value for i in range(2)]
+        return self.status
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"out of memory"
 
 
 @pytest.fixture
-def builds(monkeypatch, tmp_path):
-    """Triton with an empty cache and a C compiler that takes 0.2 s; the list of what it built."""
-    built = []
-
-    def build(name, src, srcdir, *rest):
-        built.append(threading.current_thread().name)
-        time.sleep(0.2)
-        out = f"{srcdir}/{name}.so"
-        shutil.copy(src, out)
-        return out
-
-    monkeypatch.setattr(triton.knobs.build, "impl", build)
-    monkeypatch.setattr("triton.runtime.build._load_module_from_path", lambda name, path: path)
-    monkeypatch.setattr(driver, "library_dirs", list)
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    return built
+def card(monkeypatch):
+    card = Driver()
+    monkeypatch.setattr(compat_launch, "_driver", lambda: card)
+    return card
 
 
-def load():
-    """What a kernel's first launch does."""
-    source = driver.make_launcher({}, dict(enumerate(SIGNATURE)), None)
-    return triton.runtime.build.compile_module_from_src(source, "__triton_launcher")
+def call(run, *args, hooks=(None, None), grid=(8, 14, 1)):
+    run(*grid, 77, 88, (4, 1, 1024), "metadata", *hooks, *args)
 
 
-def test_a_launch_waits_for_the_build_under_way(builds):
-    compat_launch.build_ahead(SIGNATURE)
-    load()
-    assert len(builds) == 1
-    assert builds[0].startswith("inductor_ext_launcher")
-    assert triton.knobs.cache.manager_class is None
+def test_the_structures_are_those_of_the_driver(tmp_path):
+    fields = {"CUlaunchConfig": (compat_launch.Config, {
+        "x": "gridDimX", "z": "gridDimZ", "block_x": "blockDimX", "block_z": "blockDimZ",
+        "shared_bytes": "sharedMemBytes", "stream": "hStream", "attributes": "attrs",
+        "attribute_count": "numAttrs"}),
+        "CUlaunchAttribute": (compat_launch.Attribute, {"id": "id", "value": "value"})}  # fmt: skip
+    lines, expected = [], []
+    for name, (structure, members) in fields.items():
+        lines.append(f'printf("%zu ", sizeof({name}));')
+        expected.append(ctypes.sizeof(structure))
+        for ours, theirs in members.items():
+            lines.append(f'printf("%zu ", offsetof({name}, {theirs}));')
+            expected.append(getattr(structure, ours).offset)
+    lines.append('printf("%d", CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);')
+    expected.append(compat_launch.PROGRAMMATIC_STREAM_SERIALIZATION)
+    source = tmp_path / "sizes.c"
+    source.write_text(
+        "#include <stddef.h>\n#include <stdio.h>\n#include <cuda.h>\n"
+        "int main(void) {" + "\n".join(lines) + "}"
+    )
+    include = str(Path(driver.__file__).parent / "include")
+    subprocess.run([os.environ.get("CC", "gcc"), source, "-I", include, "-o", tmp_path / "sizes"],
+                   check=True)  # fmt: skip
+    said = subprocess.run([tmp_path / "sizes"], check=True, capture_output=True, text=True).stdout
+    assert [int(n) for n in said.split()] == expected
 
 
-def test_a_signature_is_built_once(builds):
-    for _ in range(3):
-        compat_launch.build_ahead(SIGNATURE)
-    load()
-    compat_launch.build_ahead(SIGNATURE)
-    assert len(builds) == 1
+def test_what_the_driver_is_told(card):
+    a, b = torch.zeros(4), torch.zeros(4)
+    run = launcher("*bf16", "i32", "constexpr", "*fp32", "fp32", "i64")
+    call(run, a, -7, "ignored", b, 0.5, 1 << 40)
+    ((sizes, pdl, function),) = card.launches
+    assert sizes == (8, 14, 1, 128, 1, 1, 1024, 77) and function == 88
+    assert pdl == (1, compat_launch.PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    kinds = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_float, ctypes.c_int64)
+    values = [card.values(i, kind) for i, kind in enumerate(kinds)]
+    assert values == [a.data_ptr(), -7, b.data_ptr(), 0.5, 1 << 40]
+    assert [card.values(i, ctypes.c_void_p) for i in (5, 6)] == [None, None]  # scratch memory
 
 
-def test_a_failing_build_is_repeated_by_the_launch(builds, monkeypatch):
-    good = triton.knobs.build.impl
-
-    def fails_ahead(*args):
-        if threading.current_thread().name.startswith("inductor_ext"):
-            raise RuntimeError("no compiler")
-        return good(*args)
-
-    monkeypatch.setattr(triton.knobs.build, "impl", fails_ahead)
-    compat_launch.build_ahead(SIGNATURE)
-    assert load()
-    assert len(builds) == 1
+def test_an_empty_grid_is_not_launched(card):
+    call(launcher("*fp32"), torch.zeros(1), grid=(8, 0, 1))
+    assert not card.launches
 
 
-def test_a_users_cache_manager_is_left_alone(builds, monkeypatch):
-    from triton.runtime.cache import FileCacheManager
+def test_hooks_run_around_the_launch(card):
+    heard = []
+    hooks = (lambda m: heard.append(("enter", m)), lambda m: heard.append(("exit", m)))
+    card.during = lambda: heard.append("launch")
+    call(launcher("*fp32"), torch.zeros(1), hooks=hooks)
+    assert heard == [("enter", "metadata"), "launch", ("exit", "metadata")]
 
-    class Theirs(FileCacheManager):
-        pass
 
-    monkeypatch.setattr(triton.knobs.cache, "manager_class", Theirs)
-    compat_launch.build_ahead(SIGNATURE)
-    assert triton.knobs.cache.manager_class is Theirs
-    assert builds == []
+def test_a_refused_launch_says_why_and_the_next_one_runs(card):
+    run = launcher("*fp32")
+    card.status = 2
+    with pytest.raises(RuntimeError, match=r"^Triton Error \[CUDA\]: out of memory$"):
+        call(run, torch.zeros(1))
+    card.status = 0
+    call(run, torch.zeros(1))
+    assert len(card.launches) == 2
+
+
+def test_a_launch_inside_a_launch_has_memory_of_its_own(card):
+    run, tensors = launcher("*fp32", "*fp32"), [torch.zeros(1) for _ in range(4)]
+    inside = []
+
+    def during():
+        if len(inside) < 1:
+            inside.append(None)
+            call(run, *tensors[2:])
+            inside[0] = card.here.seen
+
+    card.during = during
+    call(run, *tensors[:2])
+    assert inside[0] == [t.data_ptr() for t in tensors[2:]]
+    assert card.here.seen == [t.data_ptr() for t in tensors[:2]]
+
+
+def test_threads_do_not_mix_their_arguments(card):
+    run = launcher("*fp32", "*fp32")
+
+    def one(_):
+        pair = [torch.zeros(1), torch.zeros(1)]
+        call(run, *pair)
+        return card.here.seen == [t.data_ptr() for t in pair]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(one, range(400)))
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"launch_pdl": False}, {"num_ctas": 2}, {"launch_cooperative_grid": True},
+     {"global_scratch_size": 128}, {"profile_scratch_size": 128}, {"name": "a_users_kernel"}],
+    ids=str,
+)  # fmt: skip
+def test_other_kernels_go_through_triton(other, card):
+    assert launcher("*fp32", **other) is None
+
+
+def test_other_arguments_go_through_triton(card):
+    for kind in ("tensordesc<fp16[64,64]>", "bf16", ("i32",)):
+        assert launcher("*fp32", kind) is None
+    assert launcher("*fp32", name="kernel", module="inductor_ext.templates.softmax") is not None
+
+
+def test_the_import_put_it_in_and_left_tritons_class_what_it_is(card):
+    src = types.SimpleNamespace(signature={"x": "*fp32"}, fn=types.SimpleNamespace(module=""))
+    made = driver.CudaLauncher(src, types.SimpleNamespace(**METADATA))
+    call(made, torch.zeros(1))
+    assert len(card.launches) == 1
+    assert isinstance(driver.CudaLauncher, type)
+    assert driver.CudaLauncher.__mro__[1].__name__ == "CudaLauncher"
+
+
+def test_a_driver_that_is_up_already_takes_it_too(card, monkeypatch):
+    stock = driver.CudaLauncher.__mro__[1]
+    active = types.SimpleNamespace(launcher_cls=stock)
+    monkeypatch.setattr(driver, "CudaLauncher", stock)
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    compat_launch.install()
+    assert active.launcher_cls is driver.CudaLauncher is not stock
+    for theirs in (None, object()):  # no driver yet, and one that launches in another way
+        monkeypatch.setattr(driver, "CudaLauncher", stock)
+        monkeypatch.setattr(triton.runtime.driver, "_active", theirs)
+        compat_launch.install()

@@ -1,5 +1,6 @@
 """Timing, the error rule and the benchmark's command line; what needs a card is marked gpu."""
 
+import dataclasses
 import functools
 import math
 import subprocess
@@ -15,7 +16,7 @@ from inductor_ext import measure
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks/ is not installed
 
-from benchmarks import common, decompose_k  # noqa: E402
+from benchmarks import common, decompose_k, decompose_k_floor  # noqa: E402
 
 INF = math.inf
 
@@ -304,6 +305,18 @@ def test_a_whole_run_writes_csv_json_and_summary(monkeypatch, tmp_path, capsys):
 def _command(*args):
     command = [sys.executable, "-m", "benchmarks.decompose_k", *args]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_the_floor_of_two_kernels_is_their_latency_and_the_bytes():
+    case = decompose_k.SUITES["relu_bf16"][0]
+    short = dataclasses.replace(case, k=decompose_k_floor.SHORT)
+    latency = [{"mn": "16", "us": "2", "chain_us": "3", "copy": "1e5"}]
+    row = {"suite": "relu_bf16", "case": case.name, "m": "16", "bytes": str(short.bytes + 400_000)}
+    row |= {"ours_us": "8", "ours_chain_us": "9", "decomposition_us": "12"}
+    row |= {"decomposition_chain_us": "14"}
+    (line,) = decompose_k_floor.floors(latency, [row, {"suite": "fp32"}])
+    assert (line["floor_us"], line["chain_floor_us"]) == (6, 7)
+    assert (line["reached"], line["reachable"], line["chain_reachable"]) == (1.5, 2, 2)
 
 
 def test_help_list_and_bad_arguments_need_no_card():

@@ -39,6 +39,17 @@ def test_it_is_in_order_and_says_how_it_was_made(path):
                 assert us[box.choice] <= us.get(default, us[box.choice])
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_first_compile_does_not_wait_for_every_kernel(path, monkeypatch):
+    def imported():
+        raise AssertionError("the launches' modules were imported")
+
+    plan = Plan.load(path)
+    monkeypatch.setattr(planned_launches, "launches", imported)
+    active_plan.shipped.cache_clear()
+    assert active_plan.shipped(plan.card).plan == plan
+
+
 @pytest.mark.codegen
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_choice_is_emitted(path):
