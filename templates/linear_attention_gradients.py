@@ -1,0 +1,108 @@
+# mypy: disable-error-code="assignment"
+"""Gradients of linear attention with one decay per token, every chunk by itself.
+
+With S the state in front of a chunk, D what follows it (the gradient of the state behind it, less
+the scale), G the running sums of its decays, w_ij = e^{G_i - G_j}, P_ij = (q_i . k_j) (do_i . v_j)
+
+    dq_i = scale (sum_{j <= i} w_ij (do_i . v_j) k_j + e^{G_i} do_i S^T)
+    dk_j = scale (sum_{i >= j} w_ij (do_i . v_j) q_i + e^{G_last - G_j} v_j D^T)
+    dv_j = scale (sum_{i >= j} w_ij (q_i . k_j) do_i + e^{G_last - G_j} k_j D)
+
+g_t scales what goes from tokens in front of t to t and those behind it:
+
+    dg_t = scale (sum_{j < t <= i} w_ij P_ij + sum_{i >= t} q_i . e^{G_i} do_i S^T
+                  + sum_{j < t} k_j . e^{G_last - G_j} v_j D^T + e^{G_last} <S, D>)
+
+The first is a suffix sum of the row sums less the column sums of one matrix, w_ij P_ij off its
+diagonal, so that what cancels are the same numbers; nothing else cancels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .linear_attention import product_with_state
+
+
+@triton.jit
+def token_gradients_kernel(
+    Q, K, V, DO, UNTIL, BEHIND, FRONTS, FOLLOWS, DQ, DK, DV, GRAD, tokens, heads, padded, scale,
+    dk, dv,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
+    dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """DQ, DK, DV and, unless None, GRAD [BH, T] of the decays, of one chunk of one head, by parts
+    of the channels; FRONTS, FOLLOWS [BH, chunks, dk, dv]: S and D."""
+    chunks = (tokens + CHUNK - 1) // CHUNK
+    bh = tl.program_id(0).to(tl.int64) // chunks
+    chunk = tl.program_id(0) % chunks
+    b, h = bh // heads, bh % heads
+    origin = (chunk * CHUNK).to(tl.int64)
+    dtype: tl.constexpr = K.dtype.element_ty
+    i = tl.arange(0, CHUNK)
+    here = i < tokens - chunk * CHUNK
+    v = tl.arange(0, BLOCK_V)
+    v_here = v < dv
+    values_here = here[:, None] & v_here[None, :]
+    Q += b * q_b + h * q_h + origin * q_t
+    K += b * k_b + h * k_h + origin * k_t
+    V += b * v_b + h * v_h + origin * v_t
+    DO += b * do_b + h * do_h + origin * do_t
+    DQ += b * dq_b + h * dq_h + origin * dq_t
+    DK += b * dk_b + h * dk_h + origin * dk_t
+    DV += b * dv_b + h * dv_h + origin * dv_t
+    FRONTS += (bh * chunks + chunk) * (dk * dv)
+    FOLLOWS += (bh * chunks + chunk) * (dk * dv)
+    G = tl.load(UNTIL + bh * padded + origin + i)
+    total = tl.load(UNTIL + bh * padded + origin + CHUNK - 1).to(tl.float32)
+    until = tl.exp2(G.to(tl.float32))
+    behind = tl.exp2(tl.load(BEHIND + bh * padded + origin + i))
+    earlier = i[:, None] >= i[None, :]
+    weights = tl.exp2(tl.where(earlier, G[:, None] - G[None, :], 0.0).to(tl.float32))
+    values = tl.load(V + (i[:, None] * v_t + v[None, :]), mask=values_here, other=0.0)
+    do = tl.load(DO + (i[:, None] * do_t + v[None, :]), mask=values_here, other=0.0)
+    dscores = tl.dot(do, tl.trans(values), input_precision=PRECISION)
+    dscores = tl.where(earlier, dscores * weights, 0.0)
+    given = dscores.to(dtype)
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    dvalues = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    inward_of = tl.zeros([CHUNK], tl.float32)
+    outward_of = tl.zeros([CHUNK], tl.float32)
+    across = 0.0
+    for part in tl.range(0, PARTS, num_stages=1):
+        d = part * PART + tl.arange(0, PART)
+        there = here[:, None] & (d < dk)[None, :]
+        queries = tl.load(Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0)
+        keys = tl.load(K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), scores, input_precision=PRECISION)
+        at = d[:, None] * dv + v[None, :]
+        state_here = (d < dk)[:, None] & v_here[None, :]
+        front = tl.load(FRONTS + at, mask=state_here, other=0.0)
+        follows = tl.load(FOLLOWS + at, mask=state_here, other=0.0)
+        dqueries = product_with_state(do, tl.trans(front), PRECISION) * until[:, None]
+        dkeys = product_with_state(values, tl.trans(follows), PRECISION) * behind[:, None]
+        if GRAD is not None:
+            inward_of += tl.sum(queries.to(tl.float32) * dqueries, 1)
+            outward_of += tl.sum(keys.to(tl.float32) * dkeys, 1)
+            across += tl.sum(tl.sum(front.to(tl.float32) * follows.to(tl.float32), 1), 0)
+        dqueries = tl.dot(given, keys, dqueries, input_precision=PRECISION) * scale
+        at = DQ + (i[:, None] * dq_t + d[None, :])
+        tl.store(at, dqueries.to(DQ.dtype.element_ty), mask=there)
+        dkeys = tl.dot(tl.trans(given), queries, dkeys, input_precision=PRECISION) * scale
+        at = DK + (i[:, None] * dk_t + d[None, :])
+        tl.store(at, dkeys.to(DK.dtype.element_ty), mask=there)
+        dvalues += product_with_state(keys, follows, PRECISION)
+    given = tl.trans(tl.where(earlier, scores * weights, 0.0).to(dtype))
+    dvalues = tl.dot(given, do, dvalues * behind[:, None], input_precision=PRECISION) * scale
+    at = DV + (i[:, None] * dv_t + v[None, :])
+    tl.store(at, dvalues.to(DV.dtype.element_ty), mask=values_here)
+    if GRAD is not None:
+        later = i[:, None] > i[None, :]
+        pairs = tl.where(later, scores * dscores, 0.0)
+        found = tl.cumsum(inward_of + tl.sum(pairs, 1) - tl.sum(pairs, 0), 0, reverse=True)
+        # Of tokens in front of t alone: what t itself adds could be all there is of it.
+        found += tl.sum(tl.where(later, outward_of[None, :], 0.0), 1) + tl.exp2(total) * across
+        tl.store(GRAD + bh * tokens + origin + i, found * scale, mask=here)
