@@ -58,6 +58,9 @@ def tiling(dtype: torch.dtype, size: int) -> Tiling:
     return Tiling(64, 64, 64, 4, 2, 32, 4, 32, 8)
 
 
+PRODUCTS = True
+
+
 def _block(n: int) -> int:
     # On an H200 programs of triton 3.6 with blocks of 32 x 16 read wild addresses, of 32 x 32 not.
     return max(32, triton.next_power_of_2(n))
@@ -98,7 +101,7 @@ def _scaled(q: Tensor, k: Tensor, decay: Tensor, chosen: Tiling) -> Scaled | Non
     wrap_triton(scaled_kernel)[(many * chunks * tiles,)](
         q, k, decay, own, keys, firsts, seconds, strongest, tokens, heads, tiles, dk,
         *q.stride()[:3], *k.stride()[:3], *decay.stride()[:3], CHUNK=chosen.chunk, BLOCK=block,
-        num_warps=4,
+        PRODUCTS=PRODUCTS, num_warps=4,
     )  # fmt: skip
     decays = Decays(strongest=strongest.amin((1, 2)), firsts=firsts, seconds=seconds)
     return Scaled(own, keys, decays, strongest)
@@ -138,7 +141,7 @@ def _constants(q: Tensor, v: Tensor, chosen: Tiling, part: int, precision: str) 
     return {
         "PRECISION": exact(q, precision), "CHUNK": chosen.chunk,
         "LEVELS": chosen.chunk.bit_length() - 1, "PARTS": triton.cdiv(q.shape[-1], part),
-        "PART": part, "BLOCK_V": _block(v.shape[-1]),
+        "PART": part, "PRODUCTS": PRODUCTS, "BLOCK_V": _block(v.shape[-1]),
     }  # fmt: skip
 
 

@@ -27,11 +27,11 @@ from .linear_attention import product_with_state
 
 @triton.jit
 def token_gradients_kernel(
-    Q, K, V, DO, UNTIL, BEHIND, FRONTS, FOLLOWS, DQ, DK, DV, GRAD, tokens, heads, padded, scale,
-    dk, dv,
+    Q, K, V, DO, UNTIL, BEHIND, FRONTS, FOLLOWS, DQ, DK, DV, GRAD, tokens, heads, padded, parts,
+    scale, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
     dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """DQ, DK, DV and, unless None, GRAD [BH, T] of the decays, of one chunk of one head, by parts
@@ -53,7 +53,8 @@ def token_gradients_kernel(
     DO += b * do_b + h * do_h + origin * do_t
     DQ += b * dq_b + h * dq_h + origin * dq_t
     DK += b * dk_b + h * dk_h + origin * dk_t
-    DV += b * dv_b + h * dv_h + origin * dv_t
+    if DV is not None:
+        DV += b * dv_b + h * dv_h + origin * dv_t
     FRONTS += (bh * chunks + chunk) * (dk * dv)
     FOLLOWS += (bh * chunks + chunk) * (dk * dv)
     G = tl.load(UNTIL + bh * padded + origin + i)
@@ -67,17 +68,25 @@ def token_gradients_kernel(
     dscores = tl.dot(do, tl.trans(values), input_precision=PRECISION)
     dscores = tl.where(earlier, dscores * weights, 0.0)
     given = dscores.to(dtype)
-    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-    dvalues = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    keys_here = here[:, None] & (k < dk)[None, :]
+    all_queries = tl.load(Q + (i[:, None] * q_t + k[None, :]), mask=keys_here, other=0.0)
+    all_keys = tl.load(K + (i[:, None] * k_t + k[None, :]), mask=keys_here, other=0.0)
+    scores = tl.dot(all_queries, tl.trans(all_keys), input_precision=PRECISION)
     inward_of = tl.zeros([CHUNK], tl.float32)
+    if GRAD is not None:
+        pairs = tl.where(i[:, None] > i[None, :], scores * dscores, 0.0)
+        inward_of += tl.sum(pairs, 1) - tl.sum(pairs, 0)
+    if DV is not None:
+        scores = tl.where(earlier, scores * weights, 0.0).to(dtype)
+        dvalues = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     outward_of = tl.zeros([CHUNK], tl.float32)
     across = 0.0
-    for part in tl.range(0, PARTS, num_stages=1):
+    for part in tl.range(0, parts, num_stages=1):
         d = part * PART + tl.arange(0, PART)
         there = here[:, None] & (d < dk)[None, :]
         queries = tl.load(Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0)
         keys = tl.load(K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), scores, input_precision=PRECISION)
         at = d[:, None] * dv + v[None, :]
         state_here = (d < dk)[:, None] & v_here[None, :]
         front = tl.load(FRONTS + at, mask=state_here, other=0.0)
@@ -94,15 +103,16 @@ def token_gradients_kernel(
         dkeys = tl.dot(tl.trans(given), queries, dkeys, input_precision=PRECISION) * scale
         at = DK + (i[:, None] * dk_t + d[None, :])
         tl.store(at, dkeys.to(DK.dtype.element_ty), mask=there)
-        dvalues += product_with_state(keys, follows, PRECISION)
-    given = tl.trans(tl.where(earlier, scores * weights, 0.0).to(dtype))
-    dvalues = tl.dot(given, do, dvalues * behind[:, None], input_precision=PRECISION) * scale
-    at = DV + (i[:, None] * dv_t + v[None, :])
-    tl.store(at, dvalues.to(DV.dtype.element_ty), mask=values_here)
+        if DV is not None:
+            dvalues += product_with_state(keys, follows, PRECISION)
+    if DV is not None:
+        dvalues = dvalues * behind[:, None]
+        dvalues = tl.dot(tl.trans(scores), do, dvalues, input_precision=PRECISION) * scale
+        at = DV + (i[:, None] * dv_t + v[None, :])
+        tl.store(at, dvalues.to(DV.dtype.element_ty), mask=values_here)
     if GRAD is not None:
-        later = i[:, None] > i[None, :]
-        pairs = tl.where(later, scores * dscores, 0.0)
-        found = tl.cumsum(inward_of + tl.sum(pairs, 1) - tl.sum(pairs, 0), 0, reverse=True)
-        # Of tokens in front of t alone: what t itself adds could be all there is of it.
-        found += tl.sum(tl.where(later, outward_of[None, :], 0.0), 1) + tl.exp2(total) * across
+        # What tokens in front of t send out, and what t and those behind it take in.
+        ends = tl.where(i[:, None] > i[None, :], outward_of[None, :], inward_of[None, :])
+        found = tl.sum(ends, 1)
+        found += tl.exp2(total) * across
         tl.store(GRAD + bh * tokens + origin + i, found * scale, mask=here)

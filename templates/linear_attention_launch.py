@@ -65,6 +65,9 @@ def tiling(dtype: torch.dtype, dk: int, device: torch.device, chunk: int = 0) ->
 backward_tiling = tunable("linear_attention", "backward", "tokens heads", **_FIELDS)(tiling.rule)
 
 
+APART = True
+
+
 def gradient_tiling(dtype: torch.dtype, size: int) -> tuple[int, int]:
     """(channels at once, warps) of the gradients of a chunk."""
     if dtype == torch.float32:
@@ -298,9 +301,9 @@ def _token_gradients(
     alike = dataclasses.replace(decays, strongest=None)
     q, k, v, do = rows(q), rows(k), rows(v), rows(do)
     attend(k, k, v, alike, None, scale, start, None, chosen, fronts=fronts, precision=precision)
+    given, options = (decays, dvalues) if APART else (alike, None), {"precision": precision}
     attend(
-        q, q, do, alike, None, scale, dend, dstart, chosen, fronts=follows, precision=precision,
-        reverse=True,
+        k, q, do, *given, scale, dend, dstart, chosen, fronts=follows, reverse=True, **options
     )  # fmt: skip
     if not fronts.numel():
         return grad
@@ -308,11 +311,11 @@ def _token_gradients(
     part = min(part, max(16, triton.next_power_of_2(dk)))
     assert decays.until is not None
     wrap_triton(token_gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
-        q, k, v, do, decays.until, decays.behind, fronts, follows, dq, dkeys, dvalues, grad, tokens,
-        heads, decays.until.shape[1], scale, dk, v.shape[-1], *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3], *dkeys.stride()[:3],
-        *dvalues.stride()[:3], PRECISION=exact(q, precision), CHUNK=chosen.chunk,
-        PARTS=triton.cdiv(dk, part), PART=part,
+        q, k, v, do, decays.until, decays.behind, fronts, follows, dq, dkeys, None if APART else dvalues, grad, tokens,
+        heads, decays.until.shape[1], triton.cdiv(dk, part), scale, dk, v.shape[-1],
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+        *dkeys.stride()[:3], *dvalues.stride()[:3], PRECISION=exact(q, precision),
+        CHUNK=chosen.chunk, BLOCK_K=max(16, triton.next_power_of_2(dk)), PART=part,
         BLOCK_V=max(16, triton.next_power_of_2(v.shape[-1])), num_warps=warps,
     )  # fmt: skip
     return grad
