@@ -27,17 +27,7 @@ import triton
 import triton.language as tl
 
 from .linear_attention import BOUND, as_decay, product_with_state
-
-
-@triton.jit
-def summed(which, x):
-    """Sums of the rows of x, weighted by whole numbers: fp32 in three parts that bf16 holds."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-    which = which.to(tl.bfloat16)
-    return tl.dot(which, high, tl.dot(which, middle, tl.dot(which, low)))
+from .linear_attention_gradients import distances
 
 
 @triton.jit
@@ -48,10 +38,7 @@ def from_middle(g, i, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr):
     first = tl.sum(tl.where(lower, g, 0.0), 0)
     second = tl.sum(tl.where(lower, 0.0, g), 0)
     if PRODUCTS:
-        j = i[None, :]
-        until = (j >= CHUNK // 2) & (j <= i[:, None])
-        behind = (j < CHUNK // 2) & (j > i[:, None])
-        return summed(tl.where(until, 1.0, tl.where(behind, -1.0, 0.0)), g), first, second
+        return distances(g, i, CHUNK), first, second
     return tl.cumsum(g, 0) - first[None, :], first, second
 
 
@@ -185,7 +172,7 @@ def outputs_kernel(
     Q, K, V, OUT, DECAY, FRONTS, STRONGEST, STRONGEST_OF, tokens, heads, k_tiles, scale, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, BLOCK_V: tl.constexpr, MILD: tl.constexpr, PRODUCTS: tl.constexpr,
+    PART: tl.constexpr, BLOCK_V: tl.constexpr, MILD: tl.constexpr,
 ):  # fmt: skip
     """OUT of one chunk of one head that is not mild by STRONGEST_OF [BH], by parts of the
     channels."""
@@ -221,7 +208,7 @@ def outputs_kernel(
         g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
         g = as_decay(g, False)
         if MILD:
-            distance, first, _ = from_middle(g, i, CHUNK, PRODUCTS)
+            distance, first, _ = from_middle(g, i, CHUNK, False)
             kept = tl.exp2(distance)
             left = (queries * kept).to(dtype)
             right = (keys * tl.exp2(-distance)).to(dtype)
@@ -257,12 +244,12 @@ def outputs_kernel(
 
 @triton.jit
 def gradients_kernel(
-    Q, K, V, DECAY, DO, FRONTS, BEHINDS, STRONGEST, DQ, DK, DV, GRAD, tokens, heads, k_tiles, scale,
-    dk, dv,
+    Q, K, V, DECAY, DO, FRONTS, BEHINDS, STRONGEST, STRONGEST_OF, DQ, DK, DV, GRAD, tokens, heads,
+    k_tiles, scale, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, do_b, do_h, do_t,
     dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, BLOCK_V: tl.constexpr, MILD: tl.constexpr, PRODUCTS: tl.constexpr,
+    PART: tl.constexpr, BLOCK_V: tl.constexpr, MILD: tl.constexpr,
 ):  # fmt: skip
     """DQ, DK, DV and, unless None, GRAD [BH, T, dk] of the decays, of one chunk of one head.
 
@@ -271,13 +258,13 @@ def gradients_kernel(
     only large one and cancels,
 
         dg_t = <S, D> in front of the chunk - sum over i < t in it of e_i
-
-    A pair is in both terms of e, as the product of the same factors rounded alike.
     """
     chunks = (tokens + CHUNK - 1) // CHUNK
     bh = tl.program_id(0).to(tl.int64) // chunks
     chunk = tl.program_id(0) % chunks
     if STRONGEST is not None:
+        if tl.load(STRONGEST_OF + bh) > BOUND:
+            return
         if is_other(STRONGEST, tl.program_id(0).to(tl.int64), k_tiles, MILD):
             return
     b, h = bh // heads, bh % heads
@@ -312,31 +299,25 @@ def gradients_kernel(
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)
         g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
         g = as_decay(g, False)
+        distance, first, second = from_middle(g, i, CHUNK, False)
+        own = tl.sum(queries * keys, 1)
+        scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
         if MILD:
-            distance, first, second = from_middle(g, i, CHUNK, PRODUCTS)
             kept, undone = tl.exp2(distance), tl.exp2(-distance)
             left, right = (queries * kept).to(dtype), (keys * undone).to(dtype)
             later = i[:, None] > i[None, :]
             found = tl.dot(left, tl.trans(right), input_precision=PRECISION)
-            scores += tl.where(i[:, None] >= i[None, :], found, 0.0)
+            scores += tl.where(later, found, 0.0)
             given = tl.where(later, dscores, 0.0).to(dtype)
-            dqueries = tl.dot(given, right, input_precision=PRECISION)
-            dkeys = tl.dot(tl.trans(given), left, input_precision=PRECISION)
-            sums = left.to(tl.float32) * dqueries - right.to(tl.float32) * dkeys
-            dqueries *= kept
-            dkeys *= undone
+            dqueries = kept * tl.dot(given, right, input_precision=PRECISION)
+            dkeys = undone * tl.dot(tl.trans(given), left, input_precision=PRECISION)
             prefix = kept * tl.exp2(first)[None, :]
             suffix = undone * tl.exp2(second)[None, :]
-            across = tl.exp2(first + second)
         else:
-            across = tl.exp2(tl.sum(g, 0))
-            own = tl.sum(queries * keys, 1)
-            scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
             until = g
             behind = tl.zeros([CHUNK, PART], tl.float32)
             dqueries = tl.zeros([CHUNK, PART], tl.float32)
             dkeys = tl.zeros([CHUNK, PART], tl.float32)
-            sums = tl.zeros([CHUNK, PART], tl.float32)
             for level in tl.range(0, LEVELS, num_stages=1):
                 upper = ((i & (1 << level)) != 0)[:, None]
                 pair = met(i, 1 << level)
@@ -346,11 +327,8 @@ def gradients_kernel(
                 found = tl.dot(left, tl.trans(right), input_precision=PRECISION)
                 scores += tl.where(pair, found, 0.0)
                 given = tl.where(pair, dscores, 0.0).to(dtype)
-                dleft = tl.dot(given, right, input_precision=PRECISION)
-                dright = tl.dot(tl.trans(given), left, input_precision=PRECISION)
-                sums += left.to(tl.float32) * dleft - right.to(tl.float32) * dright
-                dqueries += kept * dleft
-                dkeys += kept * dright
+                dqueries += kept * tl.dot(given, right, input_precision=PRECISION)
+                dkeys += kept * tl.dot(tl.trans(given), left, input_precision=PRECISION)
                 other = other_half(until + behind, i, 1 << level)
                 until += tl.where(upper, other, 0.0)
                 behind += tl.where(upper, 0.0, other)
@@ -361,23 +339,20 @@ def gradients_kernel(
         follows = tl.load(BEHINDS + at, mask=state_here, other=0.0)
         # Of what is in front of the chunk, and of what is behind it.
         inward = prefix * product_with_state(do, tl.trans(front), PRECISION)
-        outward = suffix * product_with_state(values, tl.trans(follows), PRECISION)
+        dqueries += inward
+        dkeys += suffix * product_with_state(values, tl.trans(follows), PRECISION)
         dvalues += product_with_state((keys * suffix).to(dtype), follows, PRECISION)
         if GRAD is not None:
             # <S, D> in front: through the chunk, and with its own queries.
-            across *= tl.sum(front.to(tl.float32) * follows.to(tl.float32), 1)
-            anchor = across + tl.sum(queries * inward, 0)
-            sums += queries * inward - keys * outward
-            if MILD and PRODUCTS:
-                found = anchor[None, :] - summed(tl.where(i[:, None] > i[None, :], 1.0, 0.0), sums)
-            else:
-                ahead = tl.broadcast_to(tl.maximum(i - 1, 0)[:, None], sums.shape)
-                sums = tl.gather(tl.cumsum(sums, 0), ahead, 0)
-                found = anchor[None, :] - tl.where(i[:, None] == 0, 0.0, sums)
+            across = tl.sum(front.to(tl.float32) * follows.to(tl.float32), 1)
+            anchor = tl.exp2(first + second) * across + tl.sum(queries * inward, 0)
+            sums = tl.cumsum(queries * dqueries - keys * dkeys, 0)
+            sums = tl.gather(sums, tl.broadcast_to(tl.maximum(i - 1, 0)[:, None], sums.shape), 0)
+            found = anchor[None, :] - tl.where(i[:, None] == 0, 0.0, sums)
             at = (bh * tokens + origin) * dk + (i[:, None] * dk + d[None, :])
             tl.store(GRAD + at, found * scale, mask=there)
-        dqueries = (dqueries + inward + downs[:, None] * keys) * scale
-        dkeys = (dkeys + outward + downs[:, None] * queries) * scale
+        dqueries = (dqueries + downs[:, None] * keys) * scale
+        dkeys = (dkeys + downs[:, None] * queries) * scale
         at = DQ + (i[:, None] * dq_t + d[None, :])
         tl.store(at, dqueries.to(DQ.dtype.element_ty), mask=there)
         at = DK + (i[:, None] * dk_t + d[None, :])

@@ -21,6 +21,7 @@ from .linear_attention_channel import (
     scaled_kernel,
     states_kernel,
 )
+from .linear_attention_gradients import channel_gradients_kernel
 from .linear_attention_launch import (
     Decays,
     attend,
@@ -59,6 +60,7 @@ def tiling(dtype: torch.dtype, size: int) -> Tiling:
 
 
 PRODUCTS = True
+MILD_TILE = (32, 4)
 
 
 def _block(n: int) -> int:
@@ -141,7 +143,7 @@ def _constants(q: Tensor, v: Tensor, chosen: Tiling, part: int, precision: str) 
     return {
         "PRECISION": exact(q, precision), "CHUNK": chosen.chunk,
         "LEVELS": chosen.chunk.bit_length() - 1, "PARTS": triton.cdiv(q.shape[-1], part),
-        "PART": part, "PRODUCTS": PRODUCTS, "BLOCK_V": _block(v.shape[-1]),
+        "PART": part, "BLOCK_V": _block(v.shape[-1]),
     }  # fmt: skip
 
 
@@ -203,7 +205,15 @@ def backward(
         own, keys, decays, tiles = scaled.q, scaled.k, scaled.decays, _by_chunks(q, v, chosen)
         attend(keys, keys, v, decays, None, scale, start, None, tiles, fronts=fronts, **options)
         options |= {"fronts": behinds, "reverse": True}
-        attend(own, own, do, decays, None, scale, dend, dstart, tiles, **options)
+        attend(keys, own, do, decays, dvalues, scale, dend, dstart, tiles, **options)
+        part, warps = MILD_TILE
+        wrap_triton(channel_gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
+            own, keys, v, do, decay, decays.firsts, decays.seconds, of_heads, fronts, behinds, dq,
+            dkeys, grad, tokens, heads, triton.cdiv(dk, part), scale, dk, dv, *own.stride()[:3],
+            *keys.stride()[:3], *v.stride()[:3], *do.stride()[:3], *decay.stride()[:3],
+            *dq.stride()[:3], *dkeys.stride()[:3], CHUNK=chosen.chunk, PART=part,
+            BLOCK_V=_block(dv), num_warps=warps,
+        )  # fmt: skip
     # States kept in reverse are without the scale that their gradients have.
     factors = 1.0 / scale, scale
     _states(q, do, decay, dend, dstart, behinds, of_heads, factors, True, chosen, precision)
@@ -212,8 +222,8 @@ def backward(
     _states(k, v, decay, start, None, fronts, of_heads, (1.0, 1.0), False, chosen, precision)
     for mild in (False,) if strongest is None else (True, False):
         wrap_triton(gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
-            q, k, v, decay, do, fronts, behinds, strongest, dq, dkeys, dvalues, grad, tokens, heads,
-            _tiles(q, chosen)[1], scale, dk, dv, *q.stride()[:3], *k.stride()[:3],
+            q, k, v, decay, do, fronts, behinds, strongest, of_heads, dq, dkeys, dvalues, grad,
+            tokens, heads, _tiles(q, chosen)[1], scale, dk, dv, *q.stride()[:3], *k.stride()[:3],
             *v.stride()[:3], *decay.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
             *dkeys.stride()[:3], *dvalues.stride()[:3],
             **_constants(q, v, chosen, chosen.gradient_part, precision), MILD=mild,

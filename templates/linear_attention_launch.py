@@ -311,8 +311,8 @@ def _token_gradients(
     part = min(part, max(16, triton.next_power_of_2(dk)))
     assert decays.until is not None
     wrap_triton(token_gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
-        q, k, v, do, decays.until, decays.behind, fronts, follows, dq, dkeys, None if APART else dvalues, grad, tokens,
-        heads, decays.until.shape[1], triton.cdiv(dk, part), scale, dk, v.shape[-1],
+        q, k, v, do, decays.until, decays.behind, fronts, follows, dq, dkeys,
+        None if APART else dvalues, grad, tokens, heads, decays.until.shape[1], triton.cdiv(dk, part), scale, dk, v.shape[-1],
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
         *dkeys.stride()[:3], *dvalues.stride()[:3], PRECISION=exact(q, precision),
         CHUNK=chosen.chunk, BLOCK_K=max(16, triton.next_power_of_2(dk)), PART=part,
