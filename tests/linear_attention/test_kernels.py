@@ -86,6 +86,22 @@ def test_strong_decay(decay, dtype, on_cpu):
     check(inputs, 1.0, on_cpu)
 
 
+def test_gradients_of_decays_per_head(on_cpu):
+    """Each summed over its tokens: a rounding error that stays in a suffix sum would be, too."""
+    strengths = (-0.01, -0.5, -2.4, -8.0, -torch.inf)
+    q, k, v, _, S = reference.draw(1, len(strengths), 100, 16, 16, BF16, state=True)
+    g = torch.tensor(strengths)
+    given = [torch.randn(v.shape).to(BF16), None]
+    with on_cpu():
+        mine = reference.gradients(ours, (q, k, v, g, S), 0.3, given)[3]
+    wide = [t.double() for t in (q, k, v, g, S)]
+    right = reference.gradients(reference.attention, wide, 0.3, [given[0].double(), None])[3]
+    eager = reference.gradients(reference.quadratic, (q, k, v, g, S), 0.3, given)[3]
+    assert mine[-1] == right[-1] == 0
+    allowed = 2 * (eager - right).abs() + 1e-3 * right.abs()
+    assert ((mine - right).abs() <= allowed).all()
+
+
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_mild_decays_beside_strong_ones(decay, on_cpu):
     """Each has kernels of its own, by the head or by the chunk."""
@@ -111,13 +127,15 @@ def test_forgetting_everything(decay, on_cpu):
     assert all(x.isfinite().all() for x in grads)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("decay", FORMS)
-def test_nan_reaches_only_what_follows(decay, on_cpu):
-    q, k, v, g, _ = reference.draw(1, 2, 40, 16, 16, FP32, decay)
+def test_nan_reaches_only_what_follows(decay, dtype, on_cpu):
+    q, k, v, g, _ = reference.draw(1, 2, 40, 16, 16, dtype, decay)
     (g if decay in ("token", "channel") else k)[:, 0, 20] = torch.nan
     with on_cpu():
         out, _ = ours(q, k, v, g, 1.0, None)
     assert out[:, 1].isfinite().all() and out[:, 0, 20:].isnan().all()
+    assert out[:, 0, :20].isfinite().all()
 
 
 def test_fp16_state_out_of_range(on_cpu):
