@@ -301,9 +301,10 @@ def _token_gradients(
     alike = dataclasses.replace(decays, strongest=None)
     q, k, v, do = rows(q), rows(k), rows(v), rows(do)
     attend(k, k, v, alike, None, scale, start, None, chosen, fronts=fronts, precision=precision)
-    given, options = (decays, dvalues) if APART else (alike, None), {"precision": precision}
+    of, out = (decays, dvalues) if APART else (alike, None)
     attend(
-        k, q, do, *given, scale, dend, dstart, chosen, fronts=follows, reverse=True, **options
+        k, q, do, of, out, scale, dend, dstart, chosen, fronts=follows, reverse=True,
+        precision=precision,
     )  # fmt: skip
     if not fronts.numel():
         return grad
@@ -312,7 +313,8 @@ def _token_gradients(
     assert decays.until is not None
     wrap_triton(token_gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
         q, k, v, do, decays.until, decays.behind, fronts, follows, dq, dkeys,
-        None if APART else dvalues, grad, tokens, heads, decays.until.shape[1], triton.cdiv(dk, part), scale, dk, v.shape[-1],
+        None if APART else dvalues, grad, tokens, heads, decays.until.shape[1],
+        triton.cdiv(dk, part), scale, dk, v.shape[-1],
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
         *dkeys.stride()[:3], *dvalues.stride()[:3], PRECISION=exact(q, precision),
         CHUNK=chosen.chunk, BLOCK_K=max(16, triton.next_power_of_2(dk)), PART=part,
