@@ -27,18 +27,15 @@ import triton
 import triton.language as tl
 
 from .linear_attention import BOUND, as_decay, product_with_state
-from .linear_attention_gradients import distances
 
 
 @triton.jit
-def from_middle(g, i, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr):
+def from_middle(g, i, CHUNK: tl.constexpr):
     """(sums of decays from the middle of the chunk to each token, negative in front of it; those of
     the two halves, [d] each)."""
     lower = (i < CHUNK // 2)[:, None]
     first = tl.sum(tl.where(lower, g, 0.0), 0)
     second = tl.sum(tl.where(lower, 0.0, g), 0)
-    if PRODUCTS:
-        return distances(g, i, CHUNK), first, second
     return tl.cumsum(g, 0) - first[None, :], first, second
 
 
@@ -46,7 +43,6 @@ def from_middle(g, i, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr):
 def scaled_kernel(
     Q, K, DECAY, Q_OUT, K_OUT, FIRSTS, SECONDS, STRONGEST, tokens, heads, tiles, dk,
     q_b, q_h, q_t, k_b, k_h, k_t, g_b, g_h, g_t, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk of one head and one tile of channels: q and k [BH, T, dk] decayed from and to
     the middle of the chunk; FIRSTS, SECONDS [BH, chunks, dk], the sums of the halves' decays;
@@ -63,14 +59,15 @@ def scaled_kernel(
     d_here = d < dk
     there = (i < tokens - chunk * CHUNK)[:, None] & d_here[None, :]
     DECAY += b * g_b + h * g_h + origin * g_t
-    g = as_decay(tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0), False)
-    distance, first, second = from_middle(g, i, CHUNK, PRODUCTS)
-    at = (bh * tokens + origin) * dk + (i[:, None] * dk + d[None, :])
     Q += b * q_b + h * q_h + origin * q_t
-    queries = tl.load(Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0).to(tl.float32)
-    tl.store(Q_OUT + at, (queries * tl.exp2(distance)).to(Q_OUT.dtype.element_ty), mask=there)
     K += b * k_b + h * k_h + origin * k_t
+    g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
+    queries = tl.load(Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0).to(tl.float32)
     keys = tl.load(K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0).to(tl.float32)
+    g = as_decay(g, False)
+    distance, first, second = from_middle(g, i, CHUNK)
+    at = (bh * tokens + origin) * dk + (i[:, None] * dk + d[None, :])
+    tl.store(Q_OUT + at, (queries * tl.exp2(distance)).to(Q_OUT.dtype.element_ty), mask=there)
     tl.store(K_OUT + at, (keys * tl.exp2(-distance)).to(K_OUT.dtype.element_ty), mask=there)
     at = (bh * chunks + chunk) * dk + d
     tl.store(FIRSTS + at, first, mask=d_here)
@@ -208,7 +205,7 @@ def outputs_kernel(
         g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
         g = as_decay(g, False)
         if MILD:
-            distance, first, _ = from_middle(g, i, CHUNK, False)
+            distance, first, _ = from_middle(g, i, CHUNK)
             kept = tl.exp2(distance)
             left = (queries * kept).to(dtype)
             right = (keys * tl.exp2(-distance)).to(dtype)
@@ -299,7 +296,7 @@ def gradients_kernel(
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)
         g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
         g = as_decay(g, False)
-        distance, first, second = from_middle(g, i, CHUNK, False)
+        distance, first, second = from_middle(g, i, CHUNK)
         own = tl.sum(queries * keys, 1)
         scores += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
         if MILD:

@@ -25,6 +25,7 @@ from .linear_attention_gradients import channel_gradients_kernel
 from .linear_attention_launch import (
     Decays,
     attend,
+    block_of,
     chunk_states,
     empty_state,
     exact,
@@ -59,18 +60,12 @@ def tiling(dtype: torch.dtype, size: int) -> Tiling:
     return Tiling(64, 64, 64, 4, 2, 32, 4, 32, 8)
 
 
-PRODUCTS = True
 MILD_TILE = (32, 4)
-
-
-def _block(n: int) -> int:
-    # On an H200 programs of triton 3.6 with blocks of 32 x 16 read wild addresses, of 32 x 32 not.
-    return max(32, triton.next_power_of_2(n))
 
 
 def _tiles(q: Tensor, chosen: Tiling) -> tuple[int, int]:
     """(rows of a state of one program, programs that share its rows)."""
-    block = min(chosen.block_k, _block(q.shape[-1]))
+    block = min(chosen.block_k, block_of(q.shape[-1]))
     return block, triton.cdiv(q.shape[-1], block)
 
 
@@ -103,7 +98,7 @@ def _scaled(q: Tensor, k: Tensor, decay: Tensor, chosen: Tiling) -> Scaled | Non
     wrap_triton(scaled_kernel)[(many * chunks * tiles,)](
         q, k, decay, own, keys, firsts, seconds, strongest, tokens, heads, tiles, dk,
         *q.stride()[:3], *k.stride()[:3], *decay.stride()[:3], CHUNK=chosen.chunk, BLOCK=block,
-        PRODUCTS=PRODUCTS, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     decays = Decays(strongest=strongest.amin((1, 2)), firsts=firsts, seconds=seconds)
     return Scaled(own, keys, decays, strongest)
@@ -128,7 +123,7 @@ def _states(
     dv, many = v.shape[-1], k.shape[0] * heads
     first = None if start is None else start.flatten(0, 1)
     last = None if end is None else end.view(many, dk, dv)
-    (block_k, k_tiles), block_v = _tiles(k, chosen), min(chosen.block_v, _block(dv))
+    (block_k, k_tiles), block_v = _tiles(k, chosen), min(chosen.block_v, block_of(dv))
     v_tiles = triton.cdiv(dv, block_v)
     wrap_triton(states_kernel)[(many * k_tiles * v_tiles,)](
         k, v, decay, first, last, fronts, of_heads, tokens, heads, k_tiles, v_tiles, *factors, dk,
@@ -139,11 +134,11 @@ def _states(
 
 
 def _constants(q: Tensor, v: Tensor, chosen: Tiling, part: int, precision: str) -> dict[str, Any]:
-    part = min(part, _block(q.shape[-1]))
+    part = min(part, block_of(q.shape[-1]))
     return {
         "PRECISION": exact(q, precision), "CHUNK": chosen.chunk,
         "LEVELS": chosen.chunk.bit_length() - 1, "PARTS": triton.cdiv(q.shape[-1], part),
-        "PART": part, "BLOCK_V": _block(v.shape[-1]),
+        "PART": part, "BLOCK_V": block_of(v.shape[-1]),
     }  # fmt: skip
 
 
@@ -212,7 +207,7 @@ def backward(
             dkeys, grad, tokens, heads, triton.cdiv(dk, part), scale, dk, dv, *own.stride()[:3],
             *keys.stride()[:3], *v.stride()[:3], *do.stride()[:3], *decay.stride()[:3],
             *dq.stride()[:3], *dkeys.stride()[:3], CHUNK=chosen.chunk, PART=part,
-            BLOCK_V=_block(dv), num_warps=warps,
+            BLOCK_V=block_of(dv), num_warps=warps,
         )  # fmt: skip
     # States kept in reverse are without the scale that their gradients have.
     factors = 1.0 / scale, scale

@@ -6,8 +6,8 @@ the scale), G the running sums of its decays, w_ij = e^{G_i - G_j}, P_ij = (q_i 
 
     dq_i = scale (sum_{j <= i} w_ij (do_i . v_j) k_j + e^{G_i} do_i S^T)
     dk_j = scale (sum_{i >= j} w_ij (do_i . v_j) q_i + e^{G_last - G_j} v_j D^T)
-    dv_j = scale (sum_{i >= j} w_ij (q_i . k_j) do_i + e^{G_last - G_j} k_j D)
 
+(dv is ``chunk_kernel``'s, which finds D on the way.)
 g_t scales what goes from tokens in front of t to t and those behind it:
 
     dg_t = scale (sum_{j < t <= i} w_ij P_ij + sum_{i >= t} q_i . e^{G_i} do_i S^T
@@ -119,15 +119,15 @@ def channel_gradients_kernel(
 
 @triton.jit
 def token_gradients_kernel(
-    Q, K, V, DO, UNTIL, BEHIND, FRONTS, FOLLOWS, DQ, DK, DV, GRAD, tokens, heads, padded, parts,
+    Q, K, V, DO, UNTIL, BEHIND, FRONTS, FOLLOWS, DQ, DK, GRAD, tokens, heads, padded, parts,
     scale, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
-    dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    dq_b, dq_h, dq_t, dk_b, dk_h, dk_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """DQ, DK, DV and, unless None, GRAD [BH, T] of the decays, of one chunk of one head, by parts
-    of the channels; FRONTS, FOLLOWS [BH, chunks, dk, dv]: S and D."""
+    """DQ, DK and GRAD [BH, T] of the decays, of one chunk of one head, by parts of the channels;
+    FRONTS, FOLLOWS [BH, chunks, dk, dv]: S and D."""
     chunks = (tokens + CHUNK - 1) // CHUNK
     bh = tl.program_id(0).to(tl.int64) // chunks
     chunk = tl.program_id(0) % chunks
@@ -145,33 +145,27 @@ def token_gradients_kernel(
     DO += b * do_b + h * do_h + origin * do_t
     DQ += b * dq_b + h * dq_h + origin * dq_t
     DK += b * dk_b + h * dk_h + origin * dk_t
-    if DV is not None:
-        DV += b * dv_b + h * dv_h + origin * dv_t
     FRONTS += (bh * chunks + chunk) * (dk * dv)
     FOLLOWS += (bh * chunks + chunk) * (dk * dv)
+    # All that is read at once before what waits for it.
+    k = tl.arange(0, BLOCK_K)
+    keys_here = here[:, None] & (k < dk)[None, :]
+    values = tl.load(V + (i[:, None] * v_t + v[None, :]), mask=values_here, other=0.0)
+    do = tl.load(DO + (i[:, None] * do_t + v[None, :]), mask=values_here, other=0.0)
+    all_queries = tl.load(Q + (i[:, None] * q_t + k[None, :]), mask=keys_here, other=0.0)
+    all_keys = tl.load(K + (i[:, None] * k_t + k[None, :]), mask=keys_here, other=0.0)
     G = tl.load(UNTIL + bh * padded + origin + i)
     total = tl.load(UNTIL + bh * padded + origin + CHUNK - 1).to(tl.float32)
     until = tl.exp2(G.to(tl.float32))
     behind = tl.exp2(tl.load(BEHIND + bh * padded + origin + i))
     earlier = i[:, None] >= i[None, :]
     weights = tl.exp2(tl.where(earlier, G[:, None] - G[None, :], 0.0).to(tl.float32))
-    values = tl.load(V + (i[:, None] * v_t + v[None, :]), mask=values_here, other=0.0)
-    do = tl.load(DO + (i[:, None] * do_t + v[None, :]), mask=values_here, other=0.0)
     dscores = tl.dot(do, tl.trans(values), input_precision=PRECISION)
     dscores = tl.where(earlier, dscores * weights, 0.0)
     given = dscores.to(dtype)
-    k = tl.arange(0, BLOCK_K)
-    keys_here = here[:, None] & (k < dk)[None, :]
-    all_queries = tl.load(Q + (i[:, None] * q_t + k[None, :]), mask=keys_here, other=0.0)
-    all_keys = tl.load(K + (i[:, None] * k_t + k[None, :]), mask=keys_here, other=0.0)
     scores = tl.dot(all_queries, tl.trans(all_keys), input_precision=PRECISION)
-    inward_of = tl.zeros([CHUNK], tl.float32)
-    if GRAD is not None:
-        pairs = tl.where(i[:, None] > i[None, :], scores * dscores, 0.0)
-        inward_of += tl.sum(pairs, 1) - tl.sum(pairs, 0)
-    if DV is not None:
-        scores = tl.where(earlier, scores * weights, 0.0).to(dtype)
-        dvalues = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    pairs = tl.where(i[:, None] > i[None, :], scores * dscores, 0.0)
+    inward_of = tl.sum(pairs, 1) - tl.sum(pairs, 0)
     outward_of = tl.zeros([CHUNK], tl.float32)
     across = 0.0
     for part in tl.range(0, parts, num_stages=1):
@@ -185,26 +179,16 @@ def token_gradients_kernel(
         follows = tl.load(FOLLOWS + at, mask=state_here, other=0.0)
         dqueries = product_with_state(do, tl.trans(front), PRECISION) * until[:, None]
         dkeys = product_with_state(values, tl.trans(follows), PRECISION) * behind[:, None]
-        if GRAD is not None:
-            inward_of += tl.sum(queries.to(tl.float32) * dqueries, 1)
-            outward_of += tl.sum(keys.to(tl.float32) * dkeys, 1)
-            across += tl.sum(tl.sum(front.to(tl.float32) * follows.to(tl.float32), 1), 0)
+        inward_of += tl.sum(queries.to(tl.float32) * dqueries, 1)
+        outward_of += tl.sum(keys.to(tl.float32) * dkeys, 1)
+        across += tl.sum(tl.sum(front.to(tl.float32) * follows.to(tl.float32), 1), 0)
         dqueries = tl.dot(given, keys, dqueries, input_precision=PRECISION) * scale
         at = DQ + (i[:, None] * dq_t + d[None, :])
         tl.store(at, dqueries.to(DQ.dtype.element_ty), mask=there)
         dkeys = tl.dot(tl.trans(given), queries, dkeys, input_precision=PRECISION) * scale
         at = DK + (i[:, None] * dk_t + d[None, :])
         tl.store(at, dkeys.to(DK.dtype.element_ty), mask=there)
-        if DV is not None:
-            dvalues += product_with_state(keys, follows, PRECISION)
-    if DV is not None:
-        dvalues = dvalues * behind[:, None]
-        dvalues = tl.dot(tl.trans(scores), do, dvalues, input_precision=PRECISION) * scale
-        at = DV + (i[:, None] * dv_t + v[None, :])
-        tl.store(at, dvalues.to(DV.dtype.element_ty), mask=values_here)
-    if GRAD is not None:
-        # What tokens in front of t send out, and what t and those behind it take in.
-        ends = tl.where(i[:, None] > i[None, :], outward_of[None, :], inward_of[None, :])
-        found = tl.sum(ends, 1)
-        found += tl.exp2(total) * across
-        tl.store(GRAD + bh * tokens + origin + i, found * scale, mask=here)
+    # What tokens in front of t send out, and what t and those behind it take in.
+    ends = tl.where(i[:, None] > i[None, :], outward_of[None, :], inward_of[None, :])
+    found = tl.sum(ends, 1) + tl.exp2(total) * across
+    tl.store(GRAD + bh * tokens + origin + i, found * scale, mask=here)
