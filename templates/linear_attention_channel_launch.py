@@ -60,7 +60,7 @@ def tiling(dtype: torch.dtype, size: int) -> Tiling:
     return Tiling(64, 64, 64, 4, 2, 32, 4, 32, 8)
 
 
-MILD_TILE = (32, 4)
+MILD_TILE = 32, 4, 1  # channels at once, warps, pipeline stages
 
 
 def _tiles(q: Tensor, chosen: Tiling) -> tuple[int, int]:
@@ -201,13 +201,13 @@ def backward(
         attend(keys, keys, v, decays, None, scale, start, None, tiles, fronts=fronts, **options)
         options |= {"fronts": behinds, "reverse": True}
         attend(keys, own, do, decays, dvalues, scale, dend, dstart, tiles, **options)
-        part, warps = MILD_TILE
+        part, warps, stages = MILD_TILE
         wrap_triton(channel_gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
             own, keys, v, do, decay, decays.firsts, decays.seconds, of_heads, fronts, behinds, dq,
             dkeys, grad, tokens, heads, triton.cdiv(dk, part), scale, dk, dv, *own.stride()[:3],
             *keys.stride()[:3], *v.stride()[:3], *do.stride()[:3], *decay.stride()[:3],
             *dq.stride()[:3], *dkeys.stride()[:3], CHUNK=chosen.chunk, PART=part,
-            BLOCK_V=block_of(dv), num_warps=warps,
+            BLOCK_V=block_of(dv), PIPELINED=stages > 1, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     # States kept in reverse are without the scale that their gradients have.
     factors = 1.0 / scale, scale

@@ -70,9 +70,9 @@ def block_of(n: int) -> int:
     return max(32, triton.next_power_of_2(n))
 
 
-def gradient_tiling(dtype: torch.dtype, size: int) -> tuple[int, int]:
-    """(channels at once, warps) of the gradients of a chunk."""
-    return (32, 8) if dtype == torch.float32 and size > 128 else (32, 4)
+def gradient_tiling(dtype: torch.dtype, size: int) -> tuple[int, int, int]:
+    """(channels at once, warps, pipeline stages) of the gradients of a chunk."""
+    return (32, 8, 1) if dtype == torch.float32 and size > 128 else (32, 4, 1)
 
 
 def _fitted(chosen: Tiling, dv: int) -> Tiling:
@@ -307,7 +307,7 @@ def _token_gradients(
     )  # fmt: skip
     if not fronts.numel():
         return grad
-    part, warps = gradient_tiling(q.dtype, max(dk, v.shape[-1]))
+    part, warps, stages = gradient_tiling(q.dtype, max(dk, v.shape[-1]))
     part = min(part, block_of(dk))
     assert decays.until is not None
     wrap_triton(token_gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
@@ -316,6 +316,7 @@ def _token_gradients(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
         *dkeys.stride()[:3], PRECISION=exact(q, precision),
         CHUNK=chosen.chunk, BLOCK_K=block_of(dk), PART=part,
-        BLOCK_V=block_of(v.shape[-1]), num_warps=warps,
+        BLOCK_V=block_of(v.shape[-1]),
+        PIPELINED=stages > 1, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return grad
