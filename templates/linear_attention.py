@@ -13,8 +13,10 @@ With G the running sum of g inside a chunk and S the state in front of it
     o_i = scale (e^{G_last - G_i} q_i D + sum_{j >= i} e^{G_j - G_i} (q_i . k_j) v_j)
     D  <- e^{G_last} D + sum_j e^{G_j} k_j v_j^T
 
-All gradients are this kernel with other roles: dq of (do, v, k), dk of (v, do, q) in reverse, dv of
-(k, q, do) in reverse. The exponents are sums of decays, never differences that could be positive.
+Gradients are this kernel with other roles: dq of (do, v, k), dk of (v, do, q) in reverse, dv of
+(k, q, do) in reverse; with those of the decays, see ``linear_attention_gradients``. The exponents
+are sums of decays, never differences that could be positive. Decays per head are read as decays per
+token, those per channel (``linear_attention_channel``) as scales of the state between chunks.
 
 In bf16, which has fp32's range, heads whose chunks all decay by 2^-120 at most are ``MILD``: with
 c_i for G_i, in reverse for G_last - G_i, and r half of the chunk's decay,

@@ -1,7 +1,8 @@
 """Launches of linear attention with a decay per channel: forward and backward.
 
-The states in front of all chunks go through memory, as do the gradients of those behind them; all
-chunks are then computed side by side.
+Mild heads are computed as those without decays are, of q and k scaled once. Of others, and for
+gradients, the states in front of all chunks go through memory, as do the gradients of those behind
+them; all chunks are then computed side by side.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _of_heads(scaled: Scaled | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _by_chunks(q: Tensor, v: Tensor, chosen: Tiling) -> by_chunks.Tiling:
-    return by_chunks.tiling(q.dtype, max(q.shape[-1], v.shape[-1]), q.device, chosen.chunk)
+    return by_chunks.tiling.rule(q.dtype, max(q.shape[-1], v.shape[-1]), q.device, chosen.chunk)
 
 
 def _states(
