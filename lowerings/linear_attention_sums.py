@@ -156,7 +156,8 @@ def _leads_to_cumsum(node: Any) -> bool:
 def _roles(
     axes: Axes, result: Any, place: Place, found: list[Operand], tokens: Index, inner: Index,
     state: Any,
-) -> Sum:  # fmt: skip
+) -> Sum | None:  # fmt: skip
+    """None where it is no sum of outer products that queries are applied to."""
     tokens_axes, keys = axes.flat(tokens.axes), axes.flat(inner.axes)
     read = [_reads(axes, factor.place) for factor in found]
     if set(keys) <= read[2] and not set(keys) & read[1]:
@@ -173,7 +174,7 @@ def _roles(
         or not (set(keys) <= read[1] <= rest | set(keys))
         or not read[2] <= rest | set(values)
     ):
-        raise NoSite("it is no sum of outer products that queries are applied to")
+        return None
     return Sum(axes, result, place, found, heads, tokens_axes, keys, values, state)
 
 
