@@ -133,8 +133,6 @@ def chunk_kernel(
     if DECAYS == "token":
         UNTIL += bh * padded
         BEHIND += bh * padded
-        nearest = chunks - 1 - first if REVERSE else first
-        total = tl.load(UNTIL + nearest * CHUNK + CHUNK - 1).to(tl.float32)
     if REVERSE:
         earlier = i[:, None] <= i[None, :]
     else:
@@ -161,10 +159,8 @@ def chunk_kernel(
             log += ahead + after
             state *= tl.exp2(ahead)[:, None]
         elif DECAYS == "token":
-            # Of the next chunk: a number is not pipelined, and to wait for it took half the time.
-            upcoming = tl.maximum(chunk - 1, 0) if REVERSE else tl.minimum(chunk + 1, chunks - 1)
-            next_total = tl.load(UNTIL + upcoming * CHUNK + CHUNK - 1).to(tl.float32)
             G = tl.load(UNTIL + origin + i)
+            total = tl.load(UNTIL + origin + CHUNK - 1).to(tl.float32)
             log += total
             if MILD:
                 G = total - G if REVERSE else G
@@ -208,10 +204,8 @@ def chunk_kernel(
         state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
         if DECAYS == "channel":
             state *= tl.exp2(after)[:, None]
-        elif DECAYS == "token":
-            total = next_total
-            if MILD:
-                state *= decayed
+        elif DECAYS == "token" and MILD:
+            state *= decayed
     if END is not None:
         at = END + bh * end_bh + segment * end_segment + k[:, None] * end_k + v[None, :] * end_v
         tl.store(at, state * end_factor, mask=state_here & (LOCAL or segment == segments - 1))

@@ -61,7 +61,7 @@ def tiling(dtype: torch.dtype, size: int) -> Tiling:
     return Tiling(64, 64, 64, 4, 2, 32, 4, 32, 8)
 
 
-MILD_TILE = 32, 4, 1  # channels at once, warps, pipeline stages
+MILD_TILE = 32, 4  # channels at once, warps, of a chunk's gradients
 
 
 def _tiles(q: Tensor, chosen: Tiling) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def forward(
     if scaled is not None:
         attend(
             scaled.q, scaled.k, v, scaled.decays, out, scale, start, end, _by_chunks(q, v, chosen),
-            precision=precision, twice=True, kinds=(True,),
+            precision=precision, kinds=(True,),
         )  # fmt: skip
     _states(k, v, decay, start, end, fronts, of_heads, (1.0, 1.0), False, chosen, precision)
     for mild in (False,) if strongest is None else (True, False):
@@ -202,13 +202,13 @@ def backward(
         attend(keys, keys, v, decays, None, scale, start, None, tiles, fronts=fronts, **options)
         options |= {"fronts": behinds, "reverse": True}
         attend(keys, own, do, decays, dvalues, scale, dend, dstart, tiles, **options)
-        part, warps, stages = MILD_TILE
+        part, warps = MILD_TILE
         wrap_triton(channel_gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
             own, keys, v, do, decay, decays.firsts, decays.seconds, of_heads, fronts, behinds, dq,
             dkeys, grad, tokens, heads, triton.cdiv(dk, part), scale, dk, dv, *own.stride()[:3],
             *keys.stride()[:3], *v.stride()[:3], *do.stride()[:3], *decay.stride()[:3],
             *dq.stride()[:3], *dkeys.stride()[:3], CHUNK=chosen.chunk, PART=part,
-            BLOCK_V=block_of(dv), PIPELINED=stages > 1, num_warps=warps, num_stages=stages,
+            BLOCK_V=block_of(dv), num_warps=warps,
         )  # fmt: skip
     # States kept in reverse are without the scale that their gradients have.
     factors = 1.0 / scale, scale

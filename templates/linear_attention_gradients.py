@@ -52,7 +52,6 @@ def channel_gradients_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, g_b, g_h, g_t,
     dq_b, dq_h, dq_t, dk_b, dk_h, dk_t,
     CHUNK: tl.constexpr, PART: tl.constexpr, BLOCK_V: tl.constexpr,
-    PIPELINED: tl.constexpr,
 ):  # fmt: skip
     """DQ, DK and, unless None, GRAD [BH, T, dk] of the decays, of one chunk of one mild head in
     bf16, by parts of the channels; Q, K, FIRSTS, SECONDS: ``scaled_kernel``'s."""
@@ -84,7 +83,7 @@ def channel_gradients_kernel(
     own = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)
     later = i[:, None] > i[None, :]
     given = tl.where(later, dscores, 0.0).to(dtype)
-    for part in range(0, parts):
+    for part in tl.range(0, parts, num_stages=1):
         d = part * PART + tl.arange(0, PART)
         d_here = d < dk
         there = here[:, None] & d_here[None, :]
@@ -102,17 +101,6 @@ def channel_gradients_kernel(
         outward = tl.dot(values, tl.trans(follows)) * tl.exp2(second)[None, :]
         dqueries = tl.dot(given, keys, inward)
         dkeys = tl.dot(tl.trans(given), queries, outward)
-        if PIPELINED:
-            # Read again: triton 3.6 overwrites what is read elementwise and by a pipelined product.
-            queries = tl.load(
-                Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0, cache_modifier=".ca"
-            )
-            keys = tl.load(
-                K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0, cache_modifier=".ca"
-            )
-            at = d[:, None] * dv + v[None, :]
-            front = tl.load(FRONTS + at, mask=state_here, other=0.0, cache_modifier=".ca")
-            follows = tl.load(FOLLOWS + at, mask=state_here, other=0.0, cache_modifier=".ca")
         wide_q, wide_k = queries.to(tl.float32), keys.to(tl.float32)
         if GRAD is not None:
             # <S, D> in front of the chunk: through it, and with its own queries.
@@ -136,7 +124,7 @@ def token_gradients_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
     dq_b, dq_h, dq_t, dk_b, dk_h, dk_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
-    BLOCK_V: tl.constexpr, PIPELINED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """DQ, DK and GRAD [BH, T] of the decays, of one chunk of one head, by parts of the channels;
     FRONTS, FOLLOWS [BH, chunks, dk, dv]: S and D."""
@@ -180,7 +168,7 @@ def token_gradients_kernel(
     inward_of = tl.sum(pairs, 1) - tl.sum(pairs, 0)
     outward_of = tl.zeros([CHUNK], tl.float32)
     across = 0.0
-    for part in range(0, parts):
+    for part in tl.range(0, parts, num_stages=1):
         d = part * PART + tl.arange(0, PART)
         there = here[:, None] & (d < dk)[None, :]
         queries = tl.load(Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0)
@@ -191,22 +179,9 @@ def token_gradients_kernel(
         follows = tl.load(FOLLOWS + at, mask=state_here, other=0.0)
         dqueries = product_with_state(do, tl.trans(front), PRECISION) * until[:, None]
         dkeys = product_with_state(values, tl.trans(follows), PRECISION) * behind[:, None]
-        if PIPELINED:
-            # Read again: triton 3.6 overwrites what is read elementwise and by a pipelined product.
-            queries_again = tl.load(
-                Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0, cache_modifier=".ca"
-            )
-            keys_again = tl.load(
-                K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0, cache_modifier=".ca"
-            )
-            front_again = tl.load(FRONTS + at, mask=state_here, other=0.0, cache_modifier=".ca")
-            follows_again = tl.load(FOLLOWS + at, mask=state_here, other=0.0, cache_modifier=".ca")
-        else:
-            queries_again, keys_again = queries, keys
-            front_again, follows_again = front, follows
-        inward_of += tl.sum(queries_again.to(tl.float32) * dqueries, 1)
-        outward_of += tl.sum(keys_again.to(tl.float32) * dkeys, 1)
-        states = front_again.to(tl.float32) * follows_again.to(tl.float32)
+        inward_of += tl.sum(queries.to(tl.float32) * dqueries, 1)
+        outward_of += tl.sum(keys.to(tl.float32) * dkeys, 1)
+        states = front.to(tl.float32) * follows.to(tl.float32)
         across += tl.sum(tl.sum(states, 1), 0)
         dqueries = tl.dot(given, keys, dqueries, input_precision=PRECISION) * scale
         at = DQ + (i[:, None] * dq_t + d[None, :])
