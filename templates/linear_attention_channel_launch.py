@@ -61,6 +61,7 @@ def tiling(dtype: torch.dtype, size: int) -> Tiling:
     return Tiling(64, 64, 64, 4, 2, 32, 4, 32, 8)
 
 
+_by_rule = by_chunks.tiling.rule  # not a plan's, whose chunks could be others
 MILD_TILE = 32, 4  # channels at once, warps, of a chunk's gradients
 
 
@@ -111,7 +112,7 @@ def _of_heads(scaled: Scaled | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _by_chunks(q: Tensor, v: Tensor, chosen: Tiling) -> by_chunks.Tiling:
-    return by_chunks.tiling.rule(q.dtype, max(q.shape[-1], v.shape[-1]), q.device, chosen.chunk)
+    return _by_rule(q.dtype, max(q.shape[-1], v.shape[-1]), q.device, chosen.chunk)
 
 
 def _states(
