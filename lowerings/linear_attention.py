@@ -1,4 +1,5 @@
-"""``linear_attention``: causal attention without a softmax, spelled with T x T scores.
+"""``linear_attention``: causal attention without a softmax, spelled with T x T scores, or with a
+state for every token (``linear_attention_sums``).
 
     out = tril(scale q k^T) v
 
@@ -10,10 +11,14 @@ their scores with earlier tokens are 0 here, and 0 times that, NaN, in the progr
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
 import torch
+from inductor_ext.lowerings import linear_attention_sums
+from inductor_ext.lowerings.attention_places import NoPlace
+from inductor_ext.lowerings.linear_attention_sums import may_hold_states
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.sites import (
     DTYPES,
@@ -33,6 +38,7 @@ NAME = "linear_attention"
 # Scores of fewer bytes stay in L2: the operation still was 1.1 to 4 times as fast on an H200, from
 # 8 MB on, but by less than what the host takes to launch it.
 LEAST_BYTES = 2**26
+LEAST_TOKENS = 64
 TIMED = torch.float16, torch.bfloat16
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SAME = (*_VIEWS, aten.expand.default, aten.clone.default, aten.alias.default)
@@ -186,6 +192,47 @@ def _result(seen: shadow.Shadow, node: Any) -> Any:
     return node
 
 
+def _check(tensor: torch.Tensor, sizes: Any, dk: Any, dv: Any) -> None:
+    """Where the operation can run on such tensors, and is known to be faster. Raises NoSite."""
+    if tensor.dtype not in TIMED:
+        raise NoSite(f"in {str(tensor.dtype).removeprefix('torch.')} the operation was not timed")
+    if not compat_fx.writes_triton(tensor.device):
+        raise NoSite("it is not on a card")
+    if any(not compat.is_static(s) for s in sizes):
+        raise NoSite("its sizes are symbolic, and at few tokens scores are faster")
+    if compat.ahead_of_time():
+        raise NoSite("a C++ wrapper can't hold an operation in Python")
+    if 0 in sizes:
+        raise NoSite("a size is 0")
+    if max(int(dk), int(dv)) > operation.LARGEST:
+        raise NoSite(f"its heads are of more than {operation.LARGEST}")
+
+
+def _of_sums(seen: shadow.Shadow, node: Any) -> Replacement | None:
+    """A state for every token instead of scores."""
+    site = linear_attention_sums.find(seen, node)
+    if site is None:
+        return None
+    state = site.state.meta["val"]
+    dk, dv = site.axes.size(site.keys), site.axes.size(site.values)
+    _check(state, shape_of(site.state), dk, dv)
+    if (size := state.numel() * state.element_size()) < LEAST_BYTES:
+        raise NoSite(f"its states are {size} bytes: sums are as fast")
+    if site.axes.size(site.tokens) < LEAST_TOKENS:
+        raise NoSite(f"the sums are of fewer than {LEAST_TOKENS} tokens, which is a chunk")
+    return linear_attention_sums.replacement(seen, site, NAME)
+
+
+def _of_scores(seen: shadow.Shadow, node: Any) -> Replacement | None:
+    if node.target is not aten.bmm.default:
+        return None
+    scores = _Scores(seen, node.args[0])
+    if scores.product is None or not scores.masked or scores.product is node:
+        return None
+    _unwritten(seen, node)
+    return _replacement(seen, node, scores)
+
+
 def _replacement(seen: shadow.Shadow, product: Any, scores: _Scores) -> Replacement:
     inner: Any = scores.product
     result = _result(seen, product)
@@ -203,19 +250,8 @@ def _replacement(seen: shadow.Shadow, product: Any, scores: _Scores) -> Replacem
     tensors = [n.meta["val"] for n in (q, turned, v, result)]
     if len({t.dtype for t in tensors}) > 1 or tensors[0].dtype not in DTYPES:
         raise NoSite("q, k and v are expected in one of fp16, bf16 and fp32")
-    if tensors[0].dtype not in TIMED:
-        raise NoSite("in fp32 the operation was not timed beside scores")
-    if not compat_fx.writes_triton(tensors[0].device):
-        raise NoSite("it is not on a card")
-    if any(not compat.is_static(s) for s in (*sizes, *of_values)):
-        raise NoSite("its sizes are symbolic, and at few tokens scores are faster")
-    if compat.ahead_of_time():
-        raise NoSite("a C++ wrapper can't hold an operation in Python")
-    if 0 in (*sizes, *of_values):
-        raise NoSite("a size is 0")
+    _check(tensors[0], (*sizes, *of_values), sizes[-1], of_values[-1])
     tokens, dk = (int(s) for s in sizes[-2:])
-    if max(dk, int(of_values[-1])) > operation.LARGEST:
-        raise NoSite(f"its heads are of more than {operation.LARGEST}")
     size = tensors[0].numel() // dk * tokens * tensors[0].element_size()
     if size < LEAST_BYTES:
         raise NoSite(f"its scores are {size} bytes: products are as fast")
@@ -264,23 +300,22 @@ def _inside(seen: shadow.Shadow, result: Any, inputs: list[Any]) -> set[Any]:
 
 def rewrite(graph: Any) -> None:
     """The pass over a graph in front of AOTAutograd."""
-    if not may_hold_scores(graph):
+    forms = [
+        form for form, may in ((_of_scores, may_hold_scores), (_of_sums, may_hold_states))
+        if may(graph)
+    ]  # fmt: skip
+    if not forms:
         return
     try:
         seen = shadow.trace(graph)
     except shadow.NotFollowed:
         return
     found: list[Replacement] = []
-    for node in seen.graph.nodes:
-        if node.target is not aten.bmm.default:
-            continue
+    for node, form in itertools.product(seen.graph.nodes, forms):
         try:
-            scores = _Scores(seen, node.args[0])
-            if scores.product is None or not scores.masked or scores.product is node:
-                continue
-            _unwritten(seen, node)
-            found.append(_replacement(seen, node, scores))
-        except NoSite as reason:
+            if (replacement := form(seen, node)) is not None:
+                found.append(replacement)
+        except (NoSite, NoPlace) as reason:
             leave(NAME, describe(NAME, node), str(reason))
         except Exception as error:
             registry.failed(NAME, describe(NAME, node), error)

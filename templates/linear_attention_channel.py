@@ -11,13 +11,14 @@ most 1 (for decays of at most 0), one exponential per token and channel. log2(ch
 tensor cores make all pairs. The sums grow with the blocks, so that none is a difference.
 
 In bf16, which has fp32's range, all pairs meet in the middle of the chunk in one product (``MILD``)
-where no channel of the chunk decays by more than 2^-60 from there to either end, or to it. Such
-chunks have a kernel of their own: ``states_kernel`` leaves the strongest decay of each, by which
-the programs of the other one end at once.
+where no channel of the chunk decays by more than 2^-60 from there to either end, or to it. Scaled
+to the middles of their chunks (``scaled_kernel``), q and k have no decays but those from middle to
+middle, and ``chunk_kernel`` computes heads all of whose chunks are mild.
 
-``states_kernel`` goes through the chunks in order for the state in front of each (in reverse: the
-gradient of the state behind each); all else is independent of other chunks: ``outputs_kernel``, and
-``gradients_kernel`` for everything that is asked of a chunk.
+Of other heads ``states_kernel`` goes through the chunks in order for the state in front of each (in
+reverse: the gradient of the state behind each); all else is independent of other chunks:
+``outputs_kernel``, and ``gradients_kernel`` for everything that is asked of a chunk. Mild chunks
+have launches of their own.
 """
 
 from __future__ import annotations
@@ -25,22 +26,70 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .linear_attention import as_decay, product_with_state
+from .linear_attention import BOUND, as_decay, product_with_state
 
-BOUND = tl.constexpr(-60.0)
+
+@triton.jit
+def from_middle(g, i, CHUNK: tl.constexpr):
+    """(sums of decays from the middle of the chunk to each token, negative in front of it; those of
+    the two halves, [d] each)."""
+    lower = (i < CHUNK // 2)[:, None]
+    first = tl.sum(tl.where(lower, g, 0.0), 0)
+    second = tl.sum(tl.where(lower, 0.0, g), 0)
+    return tl.cumsum(g, 0) - first[None, :], first, second
+
+
+@triton.jit
+def scaled_kernel(
+    Q, K, DECAY, Q_OUT, K_OUT, FIRSTS, SECONDS, STRONGEST, tokens, heads, tiles, dk,
+    q_b, q_h, q_t, k_b, k_h, k_t, g_b, g_h, g_t, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk of one head and one tile of channels: q and k [BH, T, dk] decayed from and to
+    the middle of the chunk; FIRSTS, SECONDS [BH, chunks, dk], the sums of the halves' decays;
+    STRONGEST [BH, chunks, tiles], twice the log of what the half keeps that decays (or grows) most
+    (or less)."""
+    tile = tl.program_id(0) % tiles
+    chunks = (tokens + CHUNK - 1) // CHUNK
+    chunk = tl.program_id(0) // tiles % chunks
+    bh = (tl.program_id(0) // (tiles * chunks)).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    origin = (chunk * CHUNK).to(tl.int64)
+    i = tl.arange(0, CHUNK)
+    d = tile * BLOCK + tl.arange(0, BLOCK)
+    d_here = d < dk
+    there = (i < tokens - chunk * CHUNK)[:, None] & d_here[None, :]
+    DECAY += b * g_b + h * g_h + origin * g_t
+    Q += b * q_b + h * q_h + origin * q_t
+    K += b * k_b + h * k_h + origin * k_t
+    g = tl.load(DECAY + (i[:, None] * g_t + d[None, :]), mask=there, other=0.0)
+    queries = tl.load(Q + (i[:, None] * q_t + d[None, :]), mask=there, other=0.0).to(tl.float32)
+    keys = tl.load(K + (i[:, None] * k_t + d[None, :]), mask=there, other=0.0).to(tl.float32)
+    g = as_decay(g, False)
+    distance, first, second = from_middle(g, i, CHUNK)
+    at = (bh * tokens + origin) * dk + (i[:, None] * dk + d[None, :])
+    tl.store(Q_OUT + at, (queries * tl.exp2(distance)).to(Q_OUT.dtype.element_ty), mask=there)
+    tl.store(K_OUT + at, (keys * tl.exp2(-distance)).to(K_OUT.dtype.element_ty), mask=there)
+    at = (bh * chunks + chunk) * dk + d
+    tl.store(FIRSTS + at, first, mask=d_here)
+    tl.store(SECONDS + at, second, mask=d_here)
+    size = tl.where(g == g, tl.abs(g), float("inf"))  # NaN is not mild
+    lower = (i < CHUNK // 2)[:, None]
+    halves = tl.maximum(
+        tl.sum(tl.where(lower, size, 0.0), 0), tl.sum(tl.where(lower, 0.0, size), 0)
+    )
+    tl.store(STRONGEST + (bh * chunks + chunk) * tiles + tile, -2.0 * tl.max(halves, 0))
 
 
 @triton.jit
 def states_kernel(
-    K, V, DECAY, START, END, FRONTS, STRONGEST, tokens, heads, k_tiles, v_tiles, start_factor,
+    K, V, DECAY, START, END, FRONTS, STRONGEST_OF, tokens, heads, k_tiles, v_tiles, start_factor,
     end_factor, dk, dv, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     start_bh, start_k, start_v, end_bh, end_k, end_v,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """FRONTS [BH, chunks, dk, dv]: the state in front of every chunk; END: behind the last.
-    STRONGEST [BH, chunks, tiles of dk]: of the half of a chunk that decays (or grows) most,
-    the log of what it keeps (or less), or None.
+    """FRONTS [BH, chunks, dk, dv]: the state in front of every chunk; END: behind the last. Of
+    heads that are not mild by STRONGEST_OF [BH], of all where it is None.
 
     REVERSE, of (q, do): what follows every chunk, sum_i e^{..} q_i do_i^T, and END in front of the
     first.
@@ -48,6 +97,9 @@ def states_kernel(
     v_tile = tl.program_id(0) % v_tiles
     k_tile = tl.program_id(0) // v_tiles % k_tiles
     bh = (tl.program_id(0) // (v_tiles * k_tiles)).to(tl.int64)
+    if STRONGEST_OF is not None:
+        if tl.load(STRONGEST_OF + bh) > BOUND:
+            return
     b, h = bh // heads, bh % heads
     i = tl.arange(0, CHUNK)
     k = k_tile * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -82,13 +134,6 @@ def states_kernel(
         keys = (keys.to(tl.float32) * tl.exp2(kept)).to(K.dtype.element_ty)
         at = V + origin * v_t + (i[:, None] * v_t + v[None, :])
         values = tl.load(at, mask=(i < count)[:, None] & v_here[None, :], other=0.0)
-        if STRONGEST is not None:
-            lower = (i < CHUNK // 2)[:, None]
-            size = tl.abs(g)
-            first = tl.sum(tl.where(lower, size, 0.0), 0)
-            second = tl.sum(tl.where(lower, 0.0, size), 0)
-            strongest = -tl.max(tl.maximum(first, second), 0)
-            tl.store(STRONGEST + (bh * chunks + chunk) * k_tiles + k_tile, strongest)
         state *= tl.exp2(tl.sum(g, 0))[:, None]
         state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
     if END is not None:
@@ -111,16 +156,6 @@ def met(i, half):
 
 
 @triton.jit
-def from_middle(g, i, CHUNK: tl.constexpr):
-    """(sums of decays from the middle of the chunk to each token, negative in front of it; those of
-    the two halves, [d] each)."""
-    lower = (i < CHUNK // 2)[:, None]
-    first = tl.sum(tl.where(lower, g, 0.0), 0)
-    second = tl.sum(tl.where(lower, 0.0, g), 0)
-    return tl.cumsum(g, 0) - first[None, :], first, second
-
-
-@triton.jit
 def is_other(STRONGEST, at, k_tiles, MILD: tl.constexpr):
     """Whether a chunk is one of the other kernel."""
     strongest = tl.load(STRONGEST + at * k_tiles)
@@ -131,16 +166,19 @@ def is_other(STRONGEST, at, k_tiles, MILD: tl.constexpr):
 
 @triton.jit
 def outputs_kernel(
-    Q, K, V, OUT, DECAY, FRONTS, STRONGEST, tokens, heads, k_tiles, scale, dk, dv,
+    Q, K, V, OUT, DECAY, FRONTS, STRONGEST, STRONGEST_OF, tokens, heads, k_tiles, scale, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
     PART: tl.constexpr, BLOCK_V: tl.constexpr, MILD: tl.constexpr,
 ):  # fmt: skip
-    """OUT of one chunk of one head, by parts of the channels."""
+    """OUT of one chunk of one head that is not mild by STRONGEST_OF [BH], by parts of the
+    channels."""
     chunks = (tokens + CHUNK - 1) // CHUNK
     bh = tl.program_id(0).to(tl.int64) // chunks
     chunk = tl.program_id(0) % chunks
     if STRONGEST is not None:
+        if tl.load(STRONGEST_OF + bh) > BOUND:
+            return
         if is_other(STRONGEST, tl.program_id(0).to(tl.int64), k_tiles, MILD):
             return
     b, h = bh // heads, bh % heads
@@ -203,8 +241,8 @@ def outputs_kernel(
 
 @triton.jit
 def gradients_kernel(
-    Q, K, V, DECAY, DO, FRONTS, BEHINDS, STRONGEST, DQ, DK, DV, GRAD, tokens, heads, k_tiles, scale,
-    dk, dv,
+    Q, K, V, DECAY, DO, FRONTS, BEHINDS, STRONGEST, STRONGEST_OF, DQ, DK, DV, GRAD, tokens, heads,
+    k_tiles, scale, dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, do_b, do_h, do_t,
     dq_b, dq_h, dq_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
@@ -222,6 +260,8 @@ def gradients_kernel(
     bh = tl.program_id(0).to(tl.int64) // chunks
     chunk = tl.program_id(0) % chunks
     if STRONGEST is not None:
+        if tl.load(STRONGEST_OF + bh) > BOUND:
+            return
         if is_other(STRONGEST, tl.program_id(0).to(tl.int64), k_tiles, MILD):
             return
     b, h = bh // heads, bh % heads

@@ -1,7 +1,8 @@
 """Launches of linear attention with a decay per channel: forward and backward.
 
-The states in front of all chunks go through memory, as do the gradients of those behind them; all
-chunks are then computed side by side.
+Mild heads are computed as those without decays are, of q and k scaled once. Of others, and for
+gradients, the states in front of all chunks go through memory, as do the gradients of those behind
+them; all chunks are then computed side by side.
 """
 
 from __future__ import annotations
@@ -14,8 +15,25 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from .linear_attention_channel import gradients_kernel, outputs_kernel, states_kernel
-from .linear_attention_launch import empty_state, exact, like, rows, strides
+from . import linear_attention_launch as by_chunks
+from .linear_attention_channel import (
+    gradients_kernel,
+    outputs_kernel,
+    scaled_kernel,
+    states_kernel,
+)
+from .linear_attention_gradients import channel_gradients_kernel
+from .linear_attention_launch import (
+    Decays,
+    attend,
+    block_of,
+    chunk_states,
+    empty_state,
+    exact,
+    like,
+    rows,
+    strides,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,35 +61,63 @@ def tiling(dtype: torch.dtype, size: int) -> Tiling:
     return Tiling(64, 64, 64, 4, 2, 32, 4, 32, 8)
 
 
-def _block(n: int) -> int:
-    # On an H200 programs of triton 3.6 with blocks of 32 x 16 read wild addresses, of 32 x 32 not.
-    return max(32, triton.next_power_of_2(n))
-
-
-def _fronts(q: Tensor, v: Tensor, chunk: int) -> Tensor:
-    """[BH, chunks, dk, dv]; fp16 has no room for sums over all tokens."""
-    kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    many, chunks = q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], chunk)
-    return torch.empty((many, chunks, q.shape[3], v.shape[3]), dtype=kept, device=q.device)
+_by_rule = by_chunks.tiling.rule  # not a plan's, whose chunks could be others
+MILD_TILE = 32, 4  # channels at once, warps, of a chunk's gradients
 
 
 def _tiles(q: Tensor, chosen: Tiling) -> tuple[int, int]:
     """(rows of a state of one program, programs that share its rows)."""
-    block = min(chosen.block_k, _block(q.shape[-1]))
+    block = min(chosen.block_k, block_of(q.shape[-1]))
     return block, triton.cdiv(q.shape[-1], block)
 
 
-def _strongest(fronts: Tensor, q: Tensor, chosen: Tiling) -> Tensor | None:
-    """Memory for the strongest decays of chunks; None where all go by blocks."""
-    if q.dtype != torch.bfloat16:
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """q and k decayed to the middles of their chunks, and the decays between the middles; strongest
+    [BH, chunks, tiles]: by which chunks are mild."""
+
+    q: Tensor
+    k: Tensor
+    decays: Decays
+    strongest: Tensor
+
+
+def _scaled(q: Tensor, k: Tensor, decay: Tensor, chosen: Tiling) -> Scaled | None:
+    """None where all goes by blocks."""
+    if q.dtype != torch.bfloat16 or not q.numel():
         return None
-    tiles = _tiles(q, chosen)[1]
-    return torch.empty((*fronts.shape[:2], tiles), dtype=torch.float32, device=q.device)
+    batch, heads, tokens, dk = q.shape
+    many, chunks, (block, tiles) = (
+        batch * heads,
+        triton.cdiv(tokens, chosen.chunk),
+        _tiles(q, chosen),
+    )
+    own, keys = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    firsts, seconds, strongest = (
+        torch.empty((many, chunks, n), dtype=torch.float32, device=q.device)
+        for n in (dk, dk, tiles)
+    )
+    wrap_triton(scaled_kernel)[(many * chunks * tiles,)](
+        q, k, decay, own, keys, firsts, seconds, strongest, tokens, heads, tiles, dk,
+        *q.stride()[:3], *k.stride()[:3], *decay.stride()[:3], CHUNK=chosen.chunk, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    decays = Decays(strongest=strongest.amin((1, 2)), firsts=firsts, seconds=seconds)
+    return Scaled(own, keys, decays, strongest)
+
+
+def _of_heads(scaled: Scaled | None) -> tuple[Tensor | None, Tensor | None]:
+    """(the strongest decays of chunks, those of heads)."""
+    return (None, None) if scaled is None else (scaled.strongest, scaled.decays.strongest)
+
+
+def _by_chunks(q: Tensor, v: Tensor, chosen: Tiling) -> by_chunks.Tiling:
+    return _by_rule(q.dtype, max(q.shape[-1], v.shape[-1]), q.device, chosen.chunk)
 
 
 def _states(
     k: Tensor, v: Tensor, decay: Tensor, start: Tensor | None, end: Tensor | None, fronts: Tensor,
-    strongest: Tensor | None, factors: tuple[float, float], reverse: bool, chosen: Tiling,
+    of_heads: Tensor | None, factors: tuple[float, float], reverse: bool, chosen: Tiling,
     precision: str,
 ) -> None:  # fmt: skip
     """``fronts``, and ``end`` [B, H, dk, dv] as ``start`` is, of k and v."""
@@ -79,10 +125,10 @@ def _states(
     dv, many = v.shape[-1], k.shape[0] * heads
     first = None if start is None else start.flatten(0, 1)
     last = None if end is None else end.view(many, dk, dv)
-    (block_k, k_tiles), block_v = _tiles(k, chosen), min(chosen.block_v, _block(dv))
+    (block_k, k_tiles), block_v = _tiles(k, chosen), min(chosen.block_v, block_of(dv))
     v_tiles = triton.cdiv(dv, block_v)
     wrap_triton(states_kernel)[(many * k_tiles * v_tiles,)](
-        k, v, decay, first, last, fronts, strongest, tokens, heads, k_tiles, v_tiles, *factors, dk,
+        k, v, decay, first, last, fronts, of_heads, tokens, heads, k_tiles, v_tiles, *factors, dk,
         dv, *k.stride()[:3], *v.stride()[:3], *decay.stride()[:3], *strides(first, 3),
         *strides(last, 3), REVERSE=reverse, PRECISION=exact(k, precision), CHUNK=chosen.chunk,
         BLOCK_K=block_k, BLOCK_V=block_v, STAGES=chosen.stages, num_warps=chosen.warps,
@@ -90,11 +136,11 @@ def _states(
 
 
 def _constants(q: Tensor, v: Tensor, chosen: Tiling, part: int, precision: str) -> dict[str, Any]:
-    part = min(part, _block(q.shape[-1]))
+    part = min(part, block_of(q.shape[-1]))
     return {
         "PRECISION": exact(q, precision), "CHUNK": chosen.chunk,
         "LEVELS": chosen.chunk.bit_length() - 1, "PARTS": triton.cdiv(q.shape[-1], part),
-        "PART": part, "BLOCK_V": _block(v.shape[-1]),
+        "PART": part, "BLOCK_V": block_of(v.shape[-1]),
     }  # fmt: skip
 
 
@@ -106,18 +152,24 @@ def forward(
     heads, tokens, dk = q.shape[1:]
     dv = v.shape[-1]
     chosen = chosen or tiling(q.dtype, max(dk, dv))
-    out, end, fronts = like(v), empty_state(q, dk, dv), _fronts(q, v, chosen.chunk)
+    out, end, fronts = like(v), empty_state(q, dk, dv), chunk_states(q, v, chosen.chunk)
     if not end.numel():
         return out, end
     q, k, v, decay = rows(q), rows(k), rows(v), rows(decay)
-    strongest = _strongest(fronts, q, chosen)
-    _states(k, v, decay, start, end, fronts, strongest, (1.0, 1.0), False, chosen, precision)
+    scaled = _scaled(q, k, decay, chosen)
+    strongest, of_heads = _of_heads(scaled)
+    if scaled is not None:
+        attend(
+            scaled.q, scaled.k, v, scaled.decays, out, scale, start, end, _by_chunks(q, v, chosen),
+            precision=precision, kinds=(True,),
+        )  # fmt: skip
+    _states(k, v, decay, start, end, fronts, of_heads, (1.0, 1.0), False, chosen, precision)
     for mild in (False,) if strongest is None else (True, False):
         if not fronts.numel():
             break
         wrap_triton(outputs_kernel)[(fronts.shape[0] * fronts.shape[1],)](
-            q, k, v, out, decay, fronts, strongest, tokens, heads, _tiles(q, chosen)[1], scale, dk,
-            dv, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+            q, k, v, out, decay, fronts, strongest, of_heads, tokens, heads, _tiles(q, chosen)[1],
+            scale, dk, dv, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             *decay.stride()[:3], **_constants(q, v, chosen, chosen.part, precision), MILD=mild,
             num_warps=chosen.output_warps,
         )  # fmt: skip
@@ -139,21 +191,36 @@ def backward(
     if need_decay:
         shape = batch, heads, tokens, dk
         grad = torch.empty(shape, dtype=torch.float32, device=q.device)
-    fronts, behinds = _fronts(q, v, chosen.chunk), _fronts(q, v, chosen.chunk)
+    fronts, behinds = chunk_states(q, v, chosen.chunk), chunk_states(q, v, chosen.chunk)
     if not batch * heads:
         return dq, dkeys, dvalues, grad, dstart
     q, k, v, decay, do = rows(q), rows(k), rows(v), rows(decay), rows(do)
+    scaled = _scaled(q, k, decay, chosen)
+    strongest, of_heads = _of_heads(scaled)
+    if scaled is not None:
+        options: Any = {"precision": precision, "kinds": (True,)}
+        own, keys, decays, tiles = scaled.q, scaled.k, scaled.decays, _by_chunks(q, v, chosen)
+        attend(keys, keys, v, decays, None, scale, start, None, tiles, fronts=fronts, **options)
+        options |= {"fronts": behinds, "reverse": True}
+        attend(keys, own, do, decays, dvalues, scale, dend, dstart, tiles, **options)
+        part, warps = MILD_TILE
+        wrap_triton(channel_gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
+            own, keys, v, do, decay, decays.firsts, decays.seconds, of_heads, fronts, behinds, dq,
+            dkeys, grad, tokens, heads, triton.cdiv(dk, part), scale, dk, dv, *own.stride()[:3],
+            *keys.stride()[:3], *v.stride()[:3], *do.stride()[:3], *decay.stride()[:3],
+            *dq.stride()[:3], *dkeys.stride()[:3], CHUNK=chosen.chunk, PART=part,
+            BLOCK_V=block_of(dv), num_warps=warps,
+        )  # fmt: skip
     # States kept in reverse are without the scale that their gradients have.
     factors = 1.0 / scale, scale
-    _states(q, do, decay, dend, dstart, behinds, None, factors, True, chosen, precision)
+    _states(q, do, decay, dend, dstart, behinds, of_heads, factors, True, chosen, precision)
     if not fronts.numel():
         return dq, dkeys, dvalues, grad, dstart
-    strongest = _strongest(fronts, q, chosen)
-    _states(k, v, decay, start, None, fronts, strongest, (1.0, 1.0), False, chosen, precision)
+    _states(k, v, decay, start, None, fronts, of_heads, (1.0, 1.0), False, chosen, precision)
     for mild in (False,) if strongest is None else (True, False):
         wrap_triton(gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
-            q, k, v, decay, do, fronts, behinds, strongest, dq, dkeys, dvalues, grad, tokens, heads,
-            _tiles(q, chosen)[1], scale, dk, dv, *q.stride()[:3], *k.stride()[:3],
+            q, k, v, decay, do, fronts, behinds, strongest, of_heads, dq, dkeys, dvalues, grad,
+            tokens, heads, _tiles(q, chosen)[1], scale, dk, dv, *q.stride()[:3], *k.stride()[:3],
             *v.stride()[:3], *decay.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
             *dkeys.stride()[:3], *dvalues.stride()[:3],
             **_constants(q, v, chosen, chosen.gradient_part, precision), MILD=mild,

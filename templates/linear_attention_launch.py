@@ -16,12 +16,8 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from .linear_attention import (
-    between_segments_kernel,
-    chunk_kernel,
-    decay_gradient_kernel,
-    strongest_kernel,
-)
+from .linear_attention import between_segments_kernel, chunk_kernel, sums_kernel
+from .linear_attention_gradients import token_gradients_kernel
 from .tilings import tunable
 
 
@@ -56,20 +52,27 @@ _FIELDS = {"scaled": "block_v", "stages": "stages"}
 
 
 @tunable("linear_attention", "forward", "dv tokens heads", **_FIELDS)
-def tiling(
-    dtype: torch.dtype, dk: int, device: torch.device, chunk: int = 0, kept_in_fp32: bool = False
-) -> Tiling:
-    """What is launched for dk channels, measured on an H200 at 128; ``kept_in_fp32``: where states
-    in front of chunks pass through shared memory."""
+def tiling(dtype: torch.dtype, dk: int, device: torch.device, chunk: int = 0) -> Tiling:
+    """What is launched for dk channels, measured on an H200 at 128."""
     depth = triton.next_power_of_2(dk)
     if dtype == torch.float32:
         return Tiling(chunk or 16, 16 if depth > 128 else 32, 4, 1)
     if depth > 128 or not _roomy(device):
         return Tiling(chunk or 64, 32, 4, 1)
-    return Tiling(chunk or 64, 32, 4, 2) if kept_in_fp32 else Tiling(chunk or 64, 64, 4, 3)
+    return Tiling(chunk or 64, 64, 4, 3)
 
 
 backward_tiling = tunable("linear_attention", "backward", "tokens heads", **_FIELDS)(tiling.rule)
+
+
+def block_of(n: int) -> int:
+    # On an H200 programs of triton 3.6 with blocks of 32 x 16 read wild addresses, of 32 x 32 not.
+    return max(32, triton.next_power_of_2(n))
+
+
+def gradient_tiling(dtype: torch.dtype, size: int) -> tuple[int, int]:
+    """(channels at once, warps) of the gradients of a chunk."""
+    return (32, 8) if dtype == torch.float32 and size > 128 else (32, 4)
 
 
 def _fitted(chosen: Tiling, dv: int) -> Tiling:
@@ -104,6 +107,13 @@ def empty_state(q: Tensor, rows: int, columns: int) -> Tensor:
     return torch.empty((*q.shape[:2], rows, columns), dtype=torch.float32, device=q.device)
 
 
+def chunk_states(q: Tensor, v: Tensor, chunk: int) -> Tensor:
+    """[BH, chunks, dk, dv]; fp16 has no room for sums over all tokens."""
+    kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    many, chunks = q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], chunk)
+    return torch.empty((many, chunks, q.shape[3], v.shape[3]), dtype=kept, device=q.device)
+
+
 def like(t: Tensor) -> Tensor:
     """Memory of its shape and order of dimensions, the last one dense."""
     out = torch.empty_like(t)
@@ -124,41 +134,55 @@ def _matrices(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.flatten(0, 1)
 
 
-def _decay_strides(decay: Tensor | None) -> tuple[str, tuple[int, int, int]]:
-    if decay is None:
-        return "", (0, 0, 0)
-    if decay.dim() == 1:
-        return "head", (0, decay.stride(0), 0)
-    return "token", decay.stride()
+@dataclasses.dataclass(frozen=True)
+class Decays:
+    """Sums of decays inside chunks: of a token and those in front of it, and of those behind it
+    [BH, padded]; strongest [BH]: the log of what the chunk that decays most keeps, None where all
+    heads are computed alike. Per channel: firsts, seconds [BH, chunks, dk], of a chunk's halves."""
+
+    until: Tensor | None = None
+    behind: Tensor | None = None
+    strongest: Tensor | None = None
+    firsts: Tensor | None = None
+    seconds: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        return "token" if self.until is not None else "channel" if self.firsts is not None else ""
 
 
-def _strongest(
-    q: Tensor, decay: Tensor | None, chunk: int
-) -> tuple[Tensor | None, tuple[bool, ...]]:
-    """([B H], the logs of what the chunks that decay most keep, the kinds of heads to launch)."""
-    if decay is None or q.dtype != torch.bfloat16:
-        return None, (False,)
+_CHUNKS = 16  # of a program of sums
+
+
+def sums(q: Tensor, decay: Tensor | None, chunk: int) -> Decays:
+    """Of a decay [H] or [B, H, T]."""
     batch, heads, tokens = q.shape[:3]
-    strides = _decay_strides(decay)[1]
-    strongest = torch.empty(batch * heads, dtype=torch.float32, device=q.device)
-    wrap_triton(strongest_kernel)[(batch * heads,)](
-        decay, strongest, tokens, heads, *strides, CHUNK=chunk, CHUNKS=16, num_warps=4
-    )
-    return strongest, (True, False)
+    if decay is None or not q.numel():
+        return Decays()
+    strides = (0, decay.stride(0), 0) if decay.dim() == 1 else decay.stride()
+    many, blocks = batch * heads, triton.cdiv(tokens, chunk * _CHUNKS)
+    shape, wide = (many, blocks * chunk * _CHUNKS), q.dtype == torch.float32
+    until = torch.empty(shape, dtype=torch.float64 if wide else torch.float32, device=q.device)
+    behind = torch.empty(shape, dtype=torch.float32, device=q.device)
+    strongest = torch.empty((many, blocks), dtype=torch.float32, device=q.device)
+    wrap_triton(sums_kernel)[(many * blocks,)](
+        decay, until, behind, strongest, tokens, heads, blocks, shape[1], *strides, WIDE=wide,
+        CHUNK=chunk, CHUNKS=_CHUNKS, num_warps=4,
+    )  # fmt: skip
+    return Decays(until, behind, strongest.amin(1) if q.dtype == torch.bfloat16 else None)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, out: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, decays: Decays, out: Tensor | None, scale: float,
     start: Tensor | None, end: Tensor | None, chosen: Tiling, *, reverse: bool = False,
-    precision: str = "ieee", states: Tensor | None = None,
-    emitted: tuple[Tensor, Tensor] | None = None, anchors: Tensor | None = None,
-    twice: bool = False,
+    precision: str = "ieee", fronts: Tensor | None = None, twice: bool = False,
+    kinds: tuple[bool, ...] | None = None,
 ) -> None:  # fmt: skip
-    """The kernel's ``out`` [B, H, T, dv] of q, k [B, H, T, dk], v [B, H, T, dv].
+    """The kernel's ``out`` [B, H, T, dv], if any, of q, k [B, H, T, dk], v [B, H, T, dv].
 
-    decay: None, [H] or [B, H, T]. start, end: [B, H, dk, dv] in fp32, any strides; in reverse they
-    are gradients of the states, which have the scale in them. states [BH, chunks, dk, dv] is
-    written forward and read in reverse, where ``anchors`` [tiles, BH, chunks] are. emitted: (w, E).
+    start, end: [B, H, dk, dv] in fp32, any strides; in reverse they are gradients of the states,
+    which have the scale in them. fronts [BH, chunks, dk, dv]: the state in front of every chunk, or
+    None. kinds: which heads, mild ones or others; None for all.
     """
     batch, heads, tokens, dk = q.shape
     dv = v.shape[-1]
@@ -171,66 +195,71 @@ def attend(
     if not many:
         return
     segments, each = _segments(many * tiles, chunks, q.device, chosen.segments, twice)
-    kind, decay_strides = _decay_strides(decay)
     factors = (1.0 / scale, scale) if reverse else (1.0, 1.0)
     constants = {
-        "DECAYS": kind, "REVERSE": reverse, "PRECISION": exact(q, precision), "CHUNK": chosen.chunk,
-        "BLOCK_K": max(16, triton.next_power_of_2(dk)), "BLOCK_V": chosen.block_v,
-        "EVEN_K": dk == max(16, triton.next_power_of_2(dk)), "EVEN_V": dv % chosen.block_v == 0,
-        "STAGES": chosen.stages, "num_warps": chosen.warps,
+        "DECAYS": decays.kind, "REVERSE": reverse, "PRECISION": exact(q, precision),
+        "CHUNK": chosen.chunk, "BLOCK_K": max(16, triton.next_power_of_2(dk)),
+        "BLOCK_V": chosen.block_v, "EVEN_K": dk == max(16, triton.next_power_of_2(dk)),
+        "EVEN_V": dv % chosen.block_v == 0, "STAGES": chosen.stages, "num_warps": chosen.warps,
     }  # fmt: skip
-
-    strongest, kinds = _strongest(q, decay, chosen.chunk)
+    strongest = decays.strongest
+    if kinds is None:
+        kinds = (False,) if strongest is None else (True, False)
+    padded = 0 if decays.until is None else decays.until.shape[1]
 
     def launch(
         first: Tensor | None, last: Tensor | None, log: Tensor | None, segments: int,
-        first_factor: float, last_factor: float, output: bool,
+        first_factor: float, last_factor: float, local: bool,
     ) -> None:  # fmt: skip
         """``first``, ``last``: [BH, segments or 1, dk, dv]."""
-        w = emitted[0] if emitted and output else None
+        given = None if local else out
         for mild in kinds:
             wrap_triton(chunk_kernel)[(many * segments * tiles,)](
-                q, k, v, out, decay, strongest, first, last, log, states if output else None, w,
-                emitted[1] if emitted and output else None, anchors if output else None, tokens,
-                heads, tiles, segments, each, scale, first_factor, last_factor, dk, dv,
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-                *decay_strides, *strides(first, 4), *strides(last, 4), *strides(w, 3), MILD=mild,
-                OUTPUT=output, STORE_FRONTS=output and states is not None and not reverse,
-                EMIT=output and emitted is not None, ANCHOR=output and anchors is not None,
-                **constants,
+                q, k, v, given, decays.until, decays.behind, strongest, decays.firsts,
+                decays.seconds, first, last, log, None if local else fronts, tokens, heads, tiles,
+                segments, each, padded, scale, first_factor, last_factor, dk, dv, *q.stride()[:3],
+                *k.stride()[:3], *v.stride()[:3], *strides(given, 3), *strides(first, 4),
+                *strides(last, 4), MILD=mild, OUTPUT=given is not None, LOCAL=local, **constants,
             )  # fmt: skip
 
     first = None if start is None else start.unsqueeze(1)
     # Only the last segment writes it.
     last = None if end is None else end.view(many, 1, *end.shape[2:]).expand(-1, segments, -1, -1)
     if segments == 1:
-        launch(first, last, None, 1, *factors, True)
+        launch(first, last, None, 1, *factors, False)
         return
     wide: Any = {"dtype": torch.float32, "device": q.device}
     local = torch.empty((many, segments - 1, dk, dv), **wide)
-    fronts = torch.empty((many, segments, dk, dv), **wide)
-    log = torch.empty((many, segments - 1), **wide) if kind else None
-    launch(None, local, log, segments - 1, 1.0, 1.0, False)
+    states = torch.empty((many, segments, dk, dv), **wide)
+    log = None
+    if decays.kind:
+        log = torch.empty((many, segments - 1, dk if decays.kind == "channel" else 1), **wide)
+    launch(None, local, log, segments - 1, 1.0, 1.0, True)
     block = 256
     blocks = triton.cdiv(dk * dv, block)
+    log_strides = (0, 0) if log is None else (log.shape[2], int(log.shape[2] > 1))
     wrap_triton(between_segments_kernel)[(many * blocks,)](
-        local, log, start, fronts, segments, blocks, dk * dv, dv, factors[0],
-        *strides(start, 3), BLOCK=block, num_warps=2,
+        local, log, start, states, segments, blocks, dk * dv, dv, factors[0], *strides(start, 3),
+        *log_strides, BLOCK=block, num_warps=2,
     )  # fmt: skip
-    launch(fronts, last, None, segments, 1.0, factors[1], True)
+    launch(states, last, None, segments, 1.0, factors[1], False)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, start: Tensor | None, scale: float,
     precision: str, chunk: int = 0, chosen: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o, final state [B, H, dk, dv] in fp32); chunk: tokens of one, 0 to have it chosen."""
+    """(o, final state [B, H, dk, dv] in fp32); decay: None, [H] or [B, H, T]; chunk: tokens of one,
+    0 to have it chosen."""
     dk, dv = q.shape[-1], v.shape[-1]
     chosen = chosen or tiling(
         q.dtype, dk, q.device, chunk, dv=dv, tokens=q.shape[2], heads=q.shape[0] * q.shape[1]
     )
     out, end = like(v), empty_state(q, dk, dv)
-    attend(q, k, v, decay, out, scale, start, end, chosen, precision=precision, twice=True)
+    decays = sums(q, decay, chosen.chunk)
+    # With decays, what a second program of a multiprocessor hides is less than it costs.
+    twice = not decays.kind
+    attend(q, k, v, decays, out, scale, start, end, chosen, precision=precision, twice=twice)
     return out, end
 
 
@@ -241,44 +270,57 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, ddecay in fp32, dstart in fp32); dend: the gradient of the final state."""
     batch, heads, tokens, dk = q.shape
-    dv = v.shape[-1]
-    need_decay = need_decay and decay is not None
-    wide = need_decay and q.dtype != torch.bfloat16
     chosen = chosen or backward_tiling(
-        q.dtype, max(dk, dv), q.device, chunk, wide, tokens=tokens, heads=batch * heads
+        q.dtype, max(dk, v.shape[-1]), q.device, chunk, tokens=tokens, heads=batch * heads
     )
     dq, dkeys, dvalues = like(q), like(k), like(v)
-    dstart = empty_state(q, dk, dv) if need_start else None
-    states = anchors = forth = back = None
-    many, chunks = batch * heads, triton.cdiv(tokens, chosen.chunk)
-    if need_decay:
-        tiles = triton.cdiv(dk, _fitted(chosen, dk).block_v)
-        kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        states = torch.empty((many, chunks, dv, dk), dtype=kept, device=q.device)
-        anchors, forth, back = (
-            torch.empty((tiles, many, n), dtype=torch.float32, device=q.device)
-            for n in (chunks, tokens, tokens)
-        )
+    dstart = empty_state(q, dk, v.shape[-1]) if need_start else None
+    decays = sums(q, decay, chosen.chunk)
     options: Any = {"precision": precision}
+    if need_decay and decay is not None:
+        grad = _token_gradients(
+            q, k, v, decays, do, start, dend, dstart, scale, precision, chosen, dq, dkeys, dvalues
+        )
+        ddecay = grad.sum((0, 2)) if decay.dim() == 1 else grad
+        return dq, dkeys, dvalues, ddecay, dstart
+    given: Any = decays, dq, scale, transposed(start), None, chosen
+    attend(do, v, k, *given, **options)
+    given = decays, dkeys, scale, transposed(dend), transposed(dstart), chosen
+    attend(v, do, q, *given, reverse=True, **options)
+    attend(k, q, do, decays, dvalues, scale, dend, None, chosen, reverse=True, **options)
+    return dq, dkeys, dvalues, None, dstart
+
+
+def _token_gradients(
+    q: Tensor, k: Tensor, v: Tensor, decays: Decays, do: Tensor, start: Tensor | None,
+    dend: Tensor | None, dstart: Tensor | None, scale: float, precision: str, chosen: Tiling,
+    dq: Tensor, dkeys: Tensor, dvalues: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of the decays [B, H, T] in fp32, and all others into what is given for them."""
+    batch, heads, tokens, dk = q.shape
+    grad = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
+    fronts, follows = (chunk_states(q, v, chosen.chunk) for _ in range(2))
+    alike = dataclasses.replace(decays, strongest=None)
+    q, k, v, do = rows(q), rows(k), rows(v), rows(do)
+    attend(k, k, v, alike, None, scale, start, None, chosen, fronts=fronts, precision=precision)
+    # Measured: 377 us of 32 columns beside 422 of 64, where states are stored as well.
+    narrow = dataclasses.replace(chosen, block_v=min(chosen.block_v, 32))
     attend(
-        do, v, k, decay, dq, scale, transposed(start), None, chosen, states=states,
-        emitted=None if forth is None else (rows(q), forth), **options,
+        k, q, do, decays, dvalues, scale, dend, dstart, narrow, fronts=follows, reverse=True,
+        precision=precision,
     )  # fmt: skip
-    options |= {"reverse": True}
-    attend(
-        v, do, q, decay, dkeys, scale, transposed(dend), transposed(dstart), chosen, states=states,
-        emitted=None if back is None else (rows(k), back), anchors=anchors, **options,
+    if not fronts.numel():
+        return grad
+    part, warps = gradient_tiling(q.dtype, max(dk, v.shape[-1]))
+    part = min(part, block_of(dk))
+    assert decays.until is not None
+    wrap_triton(token_gradients_kernel)[(fronts.shape[0] * fronts.shape[1],)](
+        q, k, v, do, decays.until, decays.behind, fronts, follows, dq, dkeys,
+        grad, tokens, heads, decays.until.shape[1], triton.cdiv(dk, part), scale, dk, v.shape[-1],
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+        *dkeys.stride()[:3], PRECISION=exact(q, precision),
+        CHUNK=chosen.chunk, BLOCK_K=block_of(dk), PART=part,
+        BLOCK_V=block_of(v.shape[-1]),
+        num_warps=warps,
     )  # fmt: skip
-    attend(k, q, do, decay, dvalues, scale, dend, None, chosen, **options)
-    ddecay = None
-    if need_decay:
-        assert decay is not None and anchors is not None
-        ddecay = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-        if ddecay.numel():
-            wrap_triton(decay_gradient_kernel)[(many * chunks,)](
-                forth, back, anchors, ddecay, tokens, chunks, tiles, many * tokens, many * chunks,
-                CHUNK=chosen.chunk, num_warps=2,
-            )  # fmt: skip
-        if decay.dim() == 1:
-            ddecay = ddecay.sum((0, 2))
-    return dq, dkeys, dvalues, ddecay, dstart
+    return grad

@@ -29,6 +29,17 @@ SPELLINGS = {
         q.flatten(0, 1), k.flatten(0, 1).mT)).bmm(v.flatten(0, 1)),
     "packed": lambda q, k, v: torch.tril(
         q.transpose(1, 2).contiguous().transpose(1, 2) @ k.permute(0, 1, 3, 2)) @ v * 0.3,
+    "states, einsum": lambda q, k, v: torch.einsum(
+        "bhtd,bhtde->bhte", q, torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2)),
+    "states, transposed": lambda q, k, v: torch.einsum(
+        "bthed,bthd->bthe", torch.einsum("bthe,bthd->bthed", v.transpose(1, 2),
+                                         k.transpose(1, 2)).cumsum(-4), q.transpose(1, 2)),
+    "states, broadcast": lambda q, k, v: (
+        q[..., None] * (k[..., None] * v[..., None, :]).cumsum(-3)).sum(-2),
+    "states, products": lambda q, k, v: (
+        q.unsqueeze(-2) @ (k.unsqueeze(-1) @ v.unsqueeze(-2)).cumsum(2)).squeeze(-2),
+    "states of shared keys": lambda q, k, v: torch.einsum(
+        "bhtd,bhtde->bhte", q, torch.einsum("btd,bhte->bhtde", k[:, 0], v).cumsum(2)),
 }  # fmt: skip
 
 OTHERS = {
@@ -57,15 +68,37 @@ OTHERS = {
     @ v[..., :256, :],
 }  # fmt: skip
 
+OTHER_STATES = {
+    "along heads": lambda q, k, v: torch.einsum(
+        "bhtd,bhtde->bhte", q, torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(1)),
+    "in fp32": lambda q, k, v: torch.einsum(
+        "bhtd,bhtde->bhte", q.float(),
+        torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2, dtype=torch.float32)),
+    "of later tokens": lambda q, k, v: torch.einsum(
+        "bhtd,bhtde->bhte", q[:, :, 1:],
+        torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2)[:, :, :-1]),
+    "states are used": lambda q, k, v: (
+        (s := torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2)),
+        torch.einsum("bhtd,bhtde->bhte", q, s)),
+    "written to": lambda q, k, v: (
+        (s := torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2)), s[:, :, 5].zero_(),
+        torch.einsum("bhtd,bhtde->bhte", q, s))[-1],
+    "a copy that is written to": lambda q, k, v: (
+        (s := torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2).clone()), s[:, :, 5].zero_(),
+        torch.einsum("bhtd,bhtde->bhte", q, s))[-1],
+    "detached": lambda q, k, v: torch.einsum(
+        "bhtd,bhtde->bhte", q, torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2).detach()),
+}  # fmt: skip
+
 
 def meta(*size):
     return torch.empty(*size, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
 
-def compiled(fn):
-    shapes = (B, H, T, K), (B, H, T, K), (B, H, T, V)
+def compiled(fn, grad=True):
+    inputs = (meta(B, H, T, n).requires_grad_(grad) for n in (K, K, V))
     with inductor_ext.disable("attention"):  # takes one of the others
-        return compile_for("h200", fn, *(meta(*shape) for shape in shapes), grad=True)
+        return compile_for("h200", fn, *inputs, grad=grad)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -79,8 +112,13 @@ def test_spellings(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_left(name):
-    code = compiled(OTHERS[name])
-    assert WRITTEN not in code.forward and "bmm" in code.forward
+    code = compiled(OTHERS[name], grad=name == "detached scores")
+    assert WRITTEN not in code.source and "bmm" in code.source
+
+
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_other_states_are_left(name):
+    assert WRITTEN not in compiled(OTHER_STATES[name], grad=name == "detached").source
 
 
 def test_large_heads_and_few_tokens_are_left():
