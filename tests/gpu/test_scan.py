@@ -187,8 +187,12 @@ def test_positions(shape, dim, poison):
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "dim"),
-    [(torch.int32, *SHAPES[0]), (torch.bool, *SHAPES[1]), (torch.int64, *SHAPES[2])]
-    + [(torch.int64, (2**24 + 1,), 0)],
+    [
+        (torch.int32, *SHAPES[0]),
+        (torch.bool, *SHAPES[1]),
+        (torch.int64, *SHAPES[2]),
+        (torch.int64, (2**24 + 1,), 0),
+    ],
 )
 def test_integers_as_torch(dtype, shape, dim, poison):
     x = torch.randint(-(2**62), 2**62, shape, device="cuda")
