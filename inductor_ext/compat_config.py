@@ -1,7 +1,8 @@
 """Settings of torch's kind that hold in the whole process.
 
 Newer releases keep an override for the thread, or task, that made it. A backward is compiled, and
-launches its kernels, in autograd's threads, which would not hear of it.
+launches its kernels, in autograd's threads, which would not hear of it. As in the older releases, a
+patch puts back what it found: patches of one setting that overlap in two threads undo each other.
 """
 
 from __future__ import annotations

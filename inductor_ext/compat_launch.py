@@ -65,6 +65,36 @@ def _raise(status: int) -> None:
     raise RuntimeError(f"Triton Error [CUDA]: {said}")  # as Triton's own launcher says it
 
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+def _bind_context() -> None:
+    """Make the current device's context this thread's, as Triton's own launcher does."""
+    import torch
+
+    context = ctypes.c_void_p()
+    for status in (
+        _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device()),
+        _driver().cuCtxSetCurrent(context),
+    ):
+        if status:
+            _raise(status)
+
+
+def _too_wide(name: str, kind: str, value: int) -> None:
+    raise OverflowError(f"{name} of a kernel is expected as {kind}, got {value}")
+
+
+def _stored(name: str, kind: str) -> str:
+    """A line that stores an argument."""
+    if kind[0] == "*":
+        return f"values.{name} = {name} if type({name}) is int else {name}.data_ptr()"
+    if kind == "i32":  # the kind that sizes have
+        fits = f"-0x80000000 <= {name} <= 0x7fffffff"
+        return f"values.{name} = {name} if {fits} else wide({name!r}, {kind!r}, {name})"
+    return f"values.{name} = {name}"
+
+
 def _is_ours(name: str, module: str) -> bool:
     """Whether a kernel is a template in a compiled graph, or one of the package's own."""
     return name.startswith("triton_tem_") or module.startswith("inductor_ext.")
@@ -74,8 +104,9 @@ def dependent_launch(src: Any, metadata: Any) -> Callable[..., None] | None:
     """What launches a kernel of the package with programmatic dependent launch; None: Triton's.
 
     ``src`` and ``metadata`` are what Triton makes a launcher of, and the result is called as that
-    is. Any thread may call it, also while it is under way in the same thread (a finaliser): each
-    call has memory of its own.
+    is: tensors or their addresses. Any thread may call it, also while it is under way in the same
+    thread (a finaliser): each call has memory of its own. OverflowError for a number that is not of
+    the signature's width.
     """
     types = list(src.signature.values())
     plain = metadata.launch_pdl and metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
@@ -103,10 +134,14 @@ def dependent_launch(src: Any, metadata: Any) -> Callable[..., None] | None:
         addresses = [ctypes.c_void_p(ctypes.addressof(x)) for x in (config, parameters)]
         return values, config, *addresses, parameters
 
-    scope = {"free": [], "memory": memory, "launch": _driver().cuLaunchKernelEx, "fail": _raise}
-    store = "; ".join(f"values.{n} = {n}" + ".data_ptr()" * (t[0] == "*") for n, t in passed)
+    scope = {
+        "free": [], "memory": memory, "launch": _driver().cuLaunchKernelEx, "fail": _raise,
+        "bind": _bind_context, "wide": _too_wide,
+    }  # fmt: skip
+    store = "; ".join(_stored(n, t) for n, t in passed)
     # Written out, because a loop over the arguments would double what a launch costs the host.
-    exec(_LAUNCHER.format(names=", ".join(names), store=store or "pass"), scope)
+    names_of = ", ".join(names)
+    exec(_LAUNCHER.format(names=names_of, store=store or "pass", no_context=_NO_CONTEXT), scope)
     launcher: Callable[..., None] = scope["run"]
     return launcher
 
@@ -125,6 +160,9 @@ def run(x, y, z, stream, function, packed, metadata, on_enter, on_exit, {names})
     {store}
     config.x = x; config.y = y; config.z = z; config.stream = stream
     status = launch(config_at, function, parameters_at, None)
+    if status == {no_context}:  # a thread's first word to the card
+        bind()
+        status = launch(config_at, function, parameters_at, None)
     free.append(mine)
     if status:
         fail(status)

@@ -41,15 +41,17 @@ _watching = threading.Lock()
 def watched(tape: Any) -> Iterator[Callable[[], int] | None]:
     """Within, ``tape.launch`` is called for each launch of a kernel of Triton's in this thread that
     is not below an operation (``tape.below``). Yields how many there were; None where another
-    thread is watched."""
+    thread is watched or Triton's hooks can't be added to."""
     from triton.runtime.jit import JITFunction
 
-    if not _watching.acquire(blocking=False):
+    chain = _knobs().launch_enter_hook
+    # None or a function of a user's own in the place of Triton's chain can't be added to.
+    if not hasattr(chain, "add") or not _watching.acquire(blocking=False):
         yield None
         return
     seen: list[None] = []
     here = threading.get_ident()
-    before, chain = JITFunction.run, _knobs().launch_enter_hook
+    before = JITFunction.run
 
     def counted(_: Any) -> None:
         if threading.get_ident() == here and not tape.below:
@@ -68,9 +70,9 @@ def watched(tape: Any) -> Iterator[Callable[[], int] | None]:
         chain.add(counted)
         yield lambda: len(seen)
     finally:
-        chain.remove(counted)
         JITFunction.run = before
         _watching.release()
+        chain.remove(counted)
 
 
 def call_directly(name: str, run: Callable[..., Any]) -> None:

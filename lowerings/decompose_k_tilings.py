@@ -174,7 +174,8 @@ def tilings(
             s[0] + s[1] if itemsize == 4 else 0,
         )
     )
-    return [_tiling(m, n, k, batch, itemsize, shape) for shape in shapes]
+    # Several lengths of K can come to the same splits.
+    return list(dict.fromkeys(_tiling(m, n, k, batch, itemsize, shape) for shape in shapes))
 
 
 def worth_it(m: int, n: int, k: int, batch: int, itemsize: int, sms: int) -> str | None:

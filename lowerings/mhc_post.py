@@ -249,7 +249,9 @@ class _Site:
                 c = program.call("transpose", c, -1, -2)
             p = coefficient(program, post, [n])
             outcome = program.sized(y, [*lead, self.hidden])
-            return program.call(mhc_sites.operation(NAME), x, outcome, p, c)
+            call = program.call(mhc_sites.operation(NAME), x, outcome, p, c)
+            call.meta[mhc_sites.FOUND] = True
+            return call
 
         reason = "one read of the streams, one write"
         if turned:

@@ -1,7 +1,8 @@
 """``mhc_post_pre``: the streams behind a layer and the next layer's input, as one operation.
 
 Where the streams that ``mhc_post`` writes are those that ``mhc_pre`` projects, their gradients from
-both are one sum. It follows the other two passes and joins their operations.
+both are one sum. It follows the other two passes and joins the operations that they put in, whose
+operands nobody writes to; calls of a program's own stay as they are.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def _calls(graph: Any, name: str) -> list[Any]:
         n
         for n in graph.nodes
         if n.op == "call_function"
+        and mhc_sites.FOUND in n.meta
         and getattr(n.target, "namespace", "") == "inductor_ext"
         and n.target._schema.name == f"inductor_ext::{name}"
     ]
@@ -55,19 +57,22 @@ def rewrite(graph: Any) -> None:
     pairs = [(post, pre) for post, pre in pairs if post in posts]
     if not pairs:
         return
-    records = _recording(graph)
+    records, joined = _recording(graph), set()
     mode = compat_pre_grad.fake_mode_of(shadow.value_of(pairs[0][0]))
     with compat_pre_grad.replaying(mode):
         for post, pre in pairs:
             site = sites.describe(NAME, post, shadow.value_of(post))
             order = {node: i for i, node in enumerate(graph.nodes)}
             try:
+                if post in joined:
+                    raise sites.NoSite("another projection of these streams is joined")
                 if records[post] != records[pre]:
                     raise sites.NoSite("gradients are recorded for a part of it only")
                 _join(graph, post, pre, _place(order, post, pre))
             except sites.NoSite as reason:
                 sites.leave(NAME, site, str(reason))
             else:
+                joined.add(post)
                 why = "one operation, in whose gradient that of the streams is one sum"
                 sites.fired(NAME, NAME, site, why)
     graph.lint()

@@ -256,6 +256,7 @@ def _replace(
         options = iters, rms_eps, pre_eps, eps, post_mult, *([True] if powers else [])
         op = mhc_sites.operation(NAME)
         whole = program.call(op, x, w, scale, base, *options)
+        whole.meta[mhc_sites.FOUND] = True
         parts = [program.call(operator.getitem, whole, i) for i in range(3)]
         if is_turned:
             parts[2] = program.call("transpose", parts[2], -1, -2)

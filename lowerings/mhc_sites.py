@@ -110,6 +110,11 @@ def read_from(
             push(node)
 
 
+FOUND = (
+    "inductor_ext_found"  # in the meta of a call that a pass put in: nobody writes to its values
+)
+
+
 def operation(name: str) -> Any:
     """An operation of ``ops._mhc``."""
     return getattr(torch.ops.inductor_ext, name).default

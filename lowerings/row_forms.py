@@ -293,7 +293,9 @@ class Forms:
             return None
         log = self._op(aten.mul.Tensor, c, key.factors[0].scale)
         if isinstance(log, torch.fx.Node):
+            zero = self.editor.call(aten.eq.Scalar, log, 0)  # 0 log 0 is 0: a row that a mask drops
             log = self.editor.call(aten.log.default, log)
+            log = self.editor.call(aten.where.ScalarSelf, zero, 0.0, log)
         elif log > 0:
             log = math.log(log)
         else:

@@ -103,7 +103,9 @@ class Rows(Forms):
             or (len(f) == 1 and isinstance(f[0], torch.fx.Node) and lies_in_memory(uncast(f[0])))
             for f in parts
         )
-        return form if simple else whole
+        # Of a difference, what cancels in each entry would cancel between sums of large terms.
+        offset = len(form) > 1 and any(isinstance(c, torch.fx.Node) or c < 0 for c in form.values())
+        return form if simple and not offset else whole
 
     def _is_weighted(self, form: Form) -> bool:
         """Whether a form is a target's probabilities times log-probabilities, t (x - m) - t log s,

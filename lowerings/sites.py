@@ -128,7 +128,13 @@ class Program:
         if wanted.mT.is_contiguous() and not own.mT.is_contiguous():
             turned = self.call("contiguous", self.call("transpose", node, -1, -2))
             return self.call("transpose", turned, -1, -2)
-        return node
+        steps = [compat.hint(compat.expr(s)) for s in wanted.stride()]
+        order = sorted(range(wanted.dim()), key=lambda d: (-steps[d], d))
+        if not wanted.permute(order).is_contiguous() or own.permute(order).is_contiguous():
+            return node
+        back = [order.index(d) for d in range(len(order))]
+        dense = self.call("contiguous", self.call("permute", node, *order))
+        return self.call("permute", dense, *back)
 
     def sized(self, node: Any, wanted: Any) -> Any:
         own = value_of(node).shape

@@ -246,7 +246,7 @@ def remembered(graph: Any) -> Iterator[tuple[Any, Core]]:
 def stored(row: Any, editor: Editor) -> Any:
     """A row value in memory."""
     strides = value(row).stride()
-    if not strides or not all(isinstance(s, int) for s in strides):
+    if not strides or not all(isinstance(s, int) for s in strides) or 0 in strides:
         return row
     return editor.call(compat_fx.into_memory(), row, list(strides))
 

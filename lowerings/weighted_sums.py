@@ -76,18 +76,23 @@ def paired(form: Form) -> Form:
     made = dict(form)
     for key, c in form.items():
         own = _self_of(key.factors)
-        if own is None:
+        if own is None or key not in made:
             continue
         exponential, kind = own
         for other, b in form.items():
             found = _shifted_and_weights(other.factors)
-            if found is None or found[1] != exponential or other.where != key.where:
+            if other not in made or found is None or found[1] != exponential:
+                continue
+            if other.where != key.where:
                 continue
             (sign, size), (other_sign, other_size) = signed(c), signed(b)
             if found[0].x == exponential.x or size != other_size or sign == other_sign:
                 continue
+            apart = Key((Apart(exponential, found[0], kind),), key.where)
+            if apart in made:  # of another order of the factors
+                continue
             del made[key], made[other]
-            made[Key((Apart(exponential, found[0], kind),), key.where)] = c
+            made[apart] = c
             break
     return made
 
@@ -154,6 +159,8 @@ class Weighted:
     def _want(self, factors: tuple[Any, ...], operations: dict[Any, Shifted]) -> _Want | None:
         if len(factors) == 1 and isinstance(factors[0], Apart):
             apart = factors[0]
+            if apart.exponential.x not in operations:  # a teacher that is computed where it is read
+                return None
             return _Want(apart.shifted, apart.exponential, SELF, apart.own)
         found = _shifted_and_weights(factors)
         if found is None:
@@ -264,7 +271,12 @@ class Weighted:
         self._made.clear()
 
     def _take(self, node: Any, operation: Any, places: tuple[int, ...]) -> None:
-        if compat_fx.is_erased(operation) or not self._hoist(node, operation):
+        if compat_fx.is_erased(operation):
+            return
+        # What it makes besides stays its own.
+        if any(user.users and user.args[1] >= len(places) for user in operation.users):
+            return
+        if not self._hoist(node, operation):
             return
         for user in list(operation.users):
             place = places[user.args[1]] if user.args[1] < len(places) else None

@@ -192,7 +192,7 @@ def schedule(
         "counter": counter,
         "tiles": tiles,
         "heads": heads,
-        "sections": max(heads // max(1, tile.section_bytes // streamed), 1),
+        "sections": max(heads // max(1, tile.section_bytes // max(streamed, 1)), 1),
         f"{part}_tiles": tiles_of_head,
         "DYNAMIC": dynamic,
     }

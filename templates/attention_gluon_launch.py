@@ -114,9 +114,12 @@ def scored(program: Program) -> bool:
 def mapped(x: torch.Tensor) -> bool:
     """Whether a tensor map can describe a tensor: steps of 16 bytes, none of them 0."""
     step = 16 // x.element_size()
+    # Without memory (a fake tensor) there is an offset only.
+    real = x.untyped_storage().device.type != "meta"
+    where = x.data_ptr() if real else x.storage_offset() * x.element_size()
     return (
         x.stride(-1) == 1
-        and x.storage_offset() % step == 0
+        and where % 16 == 0
         and all(
             n == 1 or (s > 0 and s % step == 0)
             for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)

@@ -115,9 +115,11 @@ def chunk_states(q: Tensor, v: Tensor, chunk: int) -> Tensor:
 
 
 def like(t: Tensor) -> Tensor:
-    """Memory of its shape and order of dimensions, the last one dense."""
+    """Memory of its shape and order of dimensions, the last one dense and rows as ``rows`` has
+    them."""
     out = torch.empty_like(t)
-    return out if out.stride(-1) == 1 else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    near = out.stride(-1) == 1 and abs(out.stride(-2)) < 1 << 23
+    return out if near else torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
 def transposed(state: Tensor | None) -> Tensor | None:
@@ -196,10 +198,12 @@ def attend(
         return
     segments, each = _segments(many * tiles, chunks, q.device, chosen.segments, twice)
     factors = (1.0 / scale, scale) if reverse else (1.0, 1.0)
+    # With fewer rows the state's product is no wgmma, and reads its operands out of the pipeline's
+    # buffers into registers: triton 3.6 overwrites too early what is read both ways.
+    block_k = max(64, triton.next_power_of_2(dk))
     constants = {
         "DECAYS": decays.kind, "REVERSE": reverse, "PRECISION": exact(q, precision),
-        "CHUNK": chosen.chunk, "BLOCK_K": max(16, triton.next_power_of_2(dk)),
-        "BLOCK_V": chosen.block_v, "EVEN_K": dk == max(16, triton.next_power_of_2(dk)),
+        "CHUNK": chosen.chunk, "BLOCK_K": block_k, "BLOCK_V": chosen.block_v, "EVEN_K": dk == block_k,
         "EVEN_V": dv % chosen.block_v == 0, "STAGES": chosen.stages, "num_warps": chosen.warps,
     }  # fmt: skip
     strongest = decays.strongest

@@ -13,19 +13,25 @@ a value read by the host.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inductor_ext import compat_replay
+from inductor_ext import compat_replay, config
 from inductor_ext.templates import tilings
 
+log = logging.getLogger("inductor_ext")
 aten = torch.ops.aten
 MOST = 1024  # kinds of calls of one operation
+OFTEN = 16  # calls of a kind that are recorded, whatever recordings of others came to
 _MEMORY = (
     aten.empty.memory_format,
     aten.empty_strided.default,
@@ -58,10 +64,12 @@ def key_of(args: Sequence[Any]) -> tuple[Any, list[Tensor]] | None:
                 if isinstance(one, Tensor):
                     tensors.append(one)
                     parts.append(Tensor)
+                elif isinstance(one, (list, tuple, dict, slice)):
+                    return None
                 else:
-                    parts.append(one)
+                    parts.append(_exactly(one))
         else:
-            parts.append(arg)
+            parts.append(_exactly(arg))
     exact = False
     device = tensors[0].device
     for t in tensors:
@@ -78,6 +86,13 @@ def key_of(args: Sequence[Any]) -> tuple[Any, list[Tensor]] | None:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _exactly(value: Any) -> Any:
+    """A number or word, told apart from others that are equal to it (1, 1.0, True; 0.0, -0.0)."""
+    if isinstance(value, float):
+        return float, value, math.copysign(1.0, value)
+    return type(value), value
 
 
 def _on_card(t: Any) -> bool:
@@ -115,7 +130,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, tensors: Sequence[Tensor], bind: Callable[..., Any]) -> None:
         super().__init__()
-        self.bind, self.inputs = bind, len(tensors)
+        self.bind, self.inputs, self.device = bind, len(tensors), tensors[0].device
         self.places: dict[int, Place] = {}  # by id, of those that are alive
         self.slots: dict[int, int] = {}
         self.alive: dict[int, Any] = {}
@@ -140,12 +155,24 @@ class Tape(TorchDispatchMode):
             found = func(*args, **kwargs)
         finally:
             self.below = before
-        if self.fault is None:
-            try:
-                self._saw(func, args, kwargs, found)
-            except NoTape as reason:
-                self.fault = str(reason)
+        with self._faults():
+            self._saw(func, args, kwargs, found)
         return found
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """What can't be noted ends the tape, never the call."""
+        if self.fault is not None:
+            yield
+            return
+        try:
+            yield
+        except NoTape as reason:
+            self.fault = str(reason)
+        except Exception as error:
+            if config.strict:
+                raise
+            self.fault = f"{type(error).__name__}: {error}"
 
     def launch(
         self, run: Callable[[], Any], kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any]
@@ -157,11 +184,8 @@ class Tape(TorchDispatchMode):
             compiled = run()
         finally:
             self.launching = False
-        if self.fault is None:
-            try:
-                self.steps.append(("launch", self.bind(kernel, grid, args, kwargs, compiled, self)))
-            except NoTape as reason:
-                self.fault = str(reason)
+        with self._faults():
+            self.steps.append(("launch", self.bind(kernel, grid, args, kwargs, compiled, self)))
         return compiled
 
     def place(self, t: Tensor) -> Place:
@@ -175,6 +199,8 @@ class Tape(TorchDispatchMode):
         if any(tag in func.tags for tag in _READ_BY_HOST):
             raise NoTape(f"{func} is read by the host")
         made = [t for t in _tensors(found) if id(t) not in self.places]
+        if any(t.device != self.device for t in made):
+            raise NoTape(f"{func} gives a tensor on another device, which the host may read")
         if func in _MEMORY:
             (t,) = made
             what = tuple(t.shape), t.stride(), t.dtype, t.device
@@ -246,13 +272,14 @@ class Tape(TorchDispatchMode):
 
     def finished(self, result: Any) -> Playable | str:
         """The tape of a call that gave ``result``, or why there is none."""
-        if self.fault is None:
-            try:
+        tape: Playable | str | None = self.fault
+        with self._faults():
+            if tape is None:
                 given = self._as_slots(result)  # may add a step
-                return Playable(self.inputs, self.count, self.steps, given)
-            except NoTape as reason:
-                self.fault = str(reason)
-        return self.fault
+                tape = Playable(self.inputs, self.count, self.steps, given)
+        for known in (self.alive, self.places, self.slots):
+            known.clear()  # their finalisers hold this
+        return self.fault if tape is None or self.fault else tape
 
 
 def _start(t: Tensor) -> int:
@@ -366,7 +393,7 @@ class Taped:
 
     def forget(self) -> None:
         self.tapes: dict[Any, Playable | str] = {}
-        self.seen: set[Any] = set()
+        self.seen: dict[Any, int] = {}
         self.epoch = tilings.epoch
         self.recorded = self.played = 0
 
@@ -389,20 +416,23 @@ class Taped:
 
     def _without(self, key: Any, tensors: list[Tensor], args: tuple[Any, ...]) -> Any:
         """A call that has no tape. The second of its kind is recorded, if recordings have paid so
-        far: each takes about what eight plays save, and sizes may never come again."""
-        if key not in self.seen:
-            if len(self.seen) >= MOST:
-                self.seen.clear()
-            self.seen.add(key)
-            return self.fn(*args)
-        if 8 * self.recorded > self.played + 512:
+        far: each takes about what eight plays save, and sizes may never come again. A kind that
+        came ``OFTEN`` is recorded in any case."""
+        seen = self.seen.get(key, 0)
+        if not seen and len(self.seen) >= MOST:
+            self.seen.clear()
+        self.seen[key] = seen + 1
+        if not seen or (seen < OFTEN and 8 * self.recorded > self.played + 512):
             return self.fn(*args)
         if len(self.tapes) >= MOST:
             self.tapes.clear()
+        tapes = self.tapes
         result, tape = record(self.fn, args, tensors)
-        if tape is not None:
+        if tape is not None and tapes is self.tapes:  # no plan was loaded meanwhile
             self.recorded += 1
-            self.tapes[key] = tape
+            tapes[key] = tape
+            if isinstance(tape, str):
+                log.info("%s: no tape: %s", getattr(self.fn, "__name__", self.fn), tape)
         return result
 
 
@@ -415,8 +445,14 @@ def record(
     with watched(tape) as launches:
         if launches is None:
             return fn(*args), None
-        with tape:
-            result = fn(*args)
+        collecting = gc.isenabled()
+        gc.disable()  # what finalisers do is no part of the call
+        try:
+            with tape:
+                result = fn(*args)
+        finally:
+            if collecting:
+                gc.enable()
         if tape.launches != launches():
             tape.fault = "a kernel was launched that the recorder did not see"
     return result, tape.finished(result)

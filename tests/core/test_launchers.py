@@ -124,6 +124,32 @@ def test_what_the_driver_is_told(card):
     assert [card.values(i, ctypes.c_void_p) for i in (5, 6)] == [None, None]  # scratch memory
 
 
+def test_an_address_is_as_good_as_a_tensor(card):
+    """As Triton's own launchers take them, and tapes give them."""
+    a = torch.zeros(4)
+    call(launcher("*bf16", "i32"), a.data_ptr() + 8, 3)
+    assert card.values(0, ctypes.c_void_p) == a.data_ptr() + 8
+
+
+def test_a_number_that_is_too_wide_is_refused(card):
+    run = launcher("*fp32", "i32")
+    with pytest.raises(OverflowError, match="arg1 of a kernel is expected as i32, got 4294967301"):
+        call(run, torch.zeros(1), 2**32 + 5)
+    call(run, torch.zeros(1), -(2**31))
+    assert len(card.launches) == 1
+
+
+def test_a_thread_without_a_context_gets_the_devices(card, monkeypatch):
+    """Nothing that torch does there need have bound one."""
+    asked, said = [], [201, 0]
+    card.cuDevicePrimaryCtxRetain = lambda at, device: asked.append(device) or 0
+    card.cuCtxSetCurrent = lambda context: asked.append("set") or 0
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(Driver, "status", property(lambda self: said.pop(0), lambda *_: None))
+    call(launcher("*fp32"), torch.zeros(1))
+    assert asked == [3, "set"] and len(card.launches) == 2
+
+
 def test_an_empty_grid_is_not_launched(card):
     call(launcher("*fp32"), torch.zeros(1), grid=(8, 0, 1))
     assert not card.launches

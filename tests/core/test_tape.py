@@ -268,6 +268,58 @@ def test_sizes_that_never_come_again_are_not_recorded_for_long(counted):
         x = torch.randn(length, 2)
         taped(x, [], 1.0, "a"), taped(x, [], 1.0, "a")
     assert taped.recorded <= 65
+    for _ in range(_tape.OFTEN + 2):  # lengths that stay pay, whatever came before
+        taped(torch.randn(7, 3), [], 1.0, "a")
+    assert taped.played == 1 and taped.recorded <= 66
+
+
+def test_a_plan_that_comes_during_a_recording(counted):
+    taped, calls, _ = counted
+    x = torch.randn(4, 6)
+    taped(x, [], 2.0, "a")
+    own = taped.fn
+
+    def interrupted(*args):
+        found = own(*args)
+        taped.fn = own
+        tilings.forget()
+        taped(x[:, :2].clone(), [], 2.0, "a")  # another thread's call
+        return found
+
+    taped.fn = interrupted
+    taped(x, [], 2.0, "a")
+    calls.clear()
+    three(taped, x, [], 2.0, "a")
+    assert len(calls) == 2
+
+
+def test_equal_numbers_that_differ_are_other_kinds():
+    x = torch.randn(2)
+    keys = {_tape.key_of([x, value])[0][1] for value in (1, 1.0, True, 0.0, -0.0, 0, False)}
+    assert len(keys) == 7 and _tape.key_of([x, [[1]]]) is None
+
+
+def test_memory_that_the_host_may_read_leaves_no_tape(counted):
+    def fn(x, others, factor, word):
+        return x + x.to("meta").dim()
+
+    taped = _tape.Taped(fn)
+    for _ in range(3):
+        taped(torch.randn(4), [], 1.0, "a")
+    assert taped.played == 0 and "another device" in next(iter(taped.tapes.values()))
+
+
+@pytest.mark.parametrize("hook", [None, print])
+def test_hooks_of_a_users_own_leave_launches_alone(hook, monkeypatch):
+    run = triton.runtime.jit.JITFunction.run
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+    with compat_replay.watched(None) as launches:
+        assert launches is None
+    assert triton.runtime.jit.JITFunction.run is run
+    monkeypatch.undo()
+    with compat_replay.watched(None) as launches:
+        assert launches() == 0
+    assert triton.runtime.jit.JITFunction.run is run
 
 
 def test_memory_is_given_back_as_it_is_used_up(counted):

@@ -121,6 +121,19 @@ def test_other_states_are_left(name):
     assert WRITTEN not in compiled(OTHER_STATES[name], grad=name == "detached").source
 
 
+def test_results_are_laid_out_as_the_program_views_them():
+    """Keys that all heads share: a product's result has tokens in front of heads."""
+
+    def merged(q, k, v):
+        states = torch.einsum("btd,bte->btde", k, v).cumsum(1)
+        out = torch.einsum("bhtd,btde->bhte", q, states)
+        return out.transpose(1, 2).view(B, T, H * V)
+
+    with inductor_ext.disable("attention"):
+        inputs = meta(B, H, T, 128), meta(B, T, 128), meta(B, T, V)
+        assert WRITTEN in compile_for("h200", merged, *inputs, grad=True).forward
+
+
 def test_large_heads_and_few_tokens_are_left():
     """Their states would be as large as the scores."""
     code = compile_for("h200", SPELLINGS["tril"], *(meta(64, 16, 300, 256) for _ in range(3)))

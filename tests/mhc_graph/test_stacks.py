@@ -96,6 +96,27 @@ def test_a_use_before_the_projection_keeps_two_operations():
     assert program.left == ["float_1 uses the streams before the projection's inputs exist"]
 
 
+def two_heads(x, y, post, comb, w, scale, base):
+    s = ops.mhc_post(x, y, post, comb)
+    return ops.mhc_pre(s, w, scale, base)[0], ops.mhc_pre(s, w * 2, scale, base)[0]
+
+
+def memory_used_again(x, y, post, comb, w, scale, base):
+    y = y + 1
+    s = ops.mhc_post(x, y, post, comb)
+    y.zero_()
+    return s, ops.mhc_pre(s, w, scale, base)[0]
+
+
+@pytest.mark.parametrize("fn", [two_heads, memory_used_again])
+def test_calls_of_a_programs_own_are_in_its_order(fn):
+    inputs = [t.detach() for t in boundary_inputs(torch.float32)]
+    code = compile_for("h200", fn, *inputs)
+    out = run_interpreted(code, *inputs)
+    for got, right in zip(out, fn(*(t.double() for t in inputs)), strict=True):
+        assert (got - right).norm() <= 1e-5 * right.norm()
+
+
 def test_gradients_off_for_one_of_two():
     def half(x, y, post, comb, w, scale, base):
         with torch.no_grad():

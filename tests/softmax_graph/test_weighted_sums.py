@@ -61,6 +61,50 @@ def test_numbers(fn, judged):
     assert SUM in reads(code.forward) and "row_statistics" not in code.source
 
 
+def two_orders(x, q, mask):
+    p, logp = F.softmax(q.float(), -1), F.log_softmax(x.float(), -1)
+    d = F.log_softmax(q.float(), -1) - logp
+    return (p * d + 2 * d * p).sum(-1).mean() + 0.1 * (p.detach() * d * d).sum(-1).mean()
+
+
+def dropped_rows(x, q, mask):
+    """A teacher of zeros: 0 log 0 is 0."""
+    teacher = F.softmax(q.float(), -1) * mask[:, None]
+    return F.kl_div(F.log_softmax(x.float(), -1), teacher, reduction="sum")
+
+
+def less_a_baseline(x, q, mask):
+    """Advantages: what their offsets have in common cancels in each entry, not between sums."""
+    offset = 1000.0 + mask[:, None]
+    return -(((q.float() + offset) - offset) * F.log_softmax(x.float(), -1)).sum(-1).mean()
+
+
+def an_ensemble(x, q, mask):
+    """No operation reads these logits."""
+    teacher = F.softmax((q.float() + x.detach().float()) / 2, -1)
+    return F.kl_div(F.log_softmax(x.float(), -1), teacher, reduction="batchmean")
+
+
+def of_each_other(x, q, mask):
+    y = mask.long()
+    loss = F.cross_entropy(x.float(), y, label_smoothing=0.1)
+    loss = loss + F.cross_entropy(q.float(), y, label_smoothing=0.1)
+    teacher = F.softmax(q.float(), -1).detach()
+    return loss + F.kl_div(F.log_softmax(x.float(), -1), teacher, reduction="batchmean")
+
+
+def over_everything(x, q, mask):
+    return F.log_softmax(x.float(), -1).mean()
+
+
+@pytest.mark.parametrize(
+    "fn", [two_orders, dropped_rows, less_a_baseline, an_ensemble, of_each_other, over_everything]
+)
+def test_numbers_of_sums_that_are_near_misses(fn, judged):
+    x, q = (torch.randn(N, V).mul(2).to(BF16) for _ in range(2))
+    judged(fn, [x, q, torch.arange(N) % 3 != 1])
+
+
 def divergence(x, q):
     return F.kl_div(F.log_softmax(x, -1), F.softmax(q, -1), reduction="none").sum(-1)
 
