@@ -110,9 +110,8 @@ def read_from(
             push(node)
 
 
-FOUND = (
-    "inductor_ext_found"  # in the meta of a call that a pass put in: nobody writes to its values
-)
+# In the meta of a call that a pass put in: nobody writes to its values.
+FOUND = "inductor_ext_found"
 
 
 def operation(name: str) -> Any:

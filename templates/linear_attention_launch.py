@@ -203,8 +203,9 @@ def attend(
     block_k = max(64, triton.next_power_of_2(dk))
     constants = {
         "DECAYS": decays.kind, "REVERSE": reverse, "PRECISION": exact(q, precision),
-        "CHUNK": chosen.chunk, "BLOCK_K": block_k, "BLOCK_V": chosen.block_v, "EVEN_K": dk == block_k,
-        "EVEN_V": dv % chosen.block_v == 0, "STAGES": chosen.stages, "num_warps": chosen.warps,
+        "CHUNK": chosen.chunk, "BLOCK_K": block_k, "BLOCK_V": chosen.block_v,
+        "EVEN_K": dk == block_k, "EVEN_V": dv % chosen.block_v == 0, "STAGES": chosen.stages,
+        "num_warps": chosen.warps,
     }  # fmt: skip
     strongest = decays.strongest
     if kinds is None:

@@ -199,14 +199,16 @@ class Tape(TorchDispatchMode):
         if any(tag in func.tags for tag in _READ_BY_HOST):
             raise NoTape(f"{func} is read by the host")
         made = [t for t in _tensors(found) if id(t) not in self.places]
-        if any(t.device != self.device for t in made):
-            raise NoTape(f"{func} gives a tensor on another device, which the host may read")
+        given = [*_tensors(args), *_tensors(list(kwargs.values()))]
+        if any(t.device != self.device for t in made):  # a tensor from elsewhere
+            if func not in _MEMORY and any(t.device == self.device for t in given):
+                raise NoTape(f"{func} gives a tensor on another device, which the host may read")
+            return
         if func in _MEMORY:
             (t,) = made
             what = tuple(t.shape), t.stride(), t.dtype, t.device
             self.steps.append(("memory", self._new(t), *what))
             return
-        given = [*_tensors(args), *_tensors(list(kwargs.values()))]
         storages = {t.untyped_storage()._cdata: t for t in given}
         if not func._schema.is_mutable and made:
             sources = [storages.get(t.untyped_storage()._cdata) for t in made]

@@ -293,7 +293,7 @@ def test_a_plan_that_comes_during_a_recording(counted):
     assert len(calls) == 2
 
 
-def test_equal_numbers_that_differ_are_other_kinds():
+def test_equal_numbers_that_differ_are_other_kinds(counted):
     x = torch.randn(2)
     keys = {_tape.key_of([x, value])[0][1] for value in (1, 1.0, True, 0.0, -0.0, 0, False)}
     assert len(keys) == 7 and _tape.key_of([x, [[1]]]) is None

@@ -9,6 +9,7 @@ from mhc_variants import build, loop
 
 import inductor_ext
 from benchmarks import mhc_forms
+from inductor_ext import ops
 from inductor_ext.testing import compile_for, run_interpreted
 
 SHORT = mhc_forms.Settings(iters=3)
