@@ -203,6 +203,6 @@ def test_bench_lists_what_is_a_benchmark(capsys):
     there = (
         "attention, attention_decode, attention_dropout, attention_gluon, attention_tilings, "
         "attention_tilings_backward, cross_entropy, cross_entropy_spellings, decompose_k, "
-        "decompose_k_floor, dispatch, linear_attention, mhc, plan, scan."
+        "decompose_k_floor, dispatch, host_time, linear_attention, mhc, plan, scan."
     )
     assert f"there are: {there}" in capsys.readouterr().err
