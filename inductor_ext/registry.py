@@ -123,7 +123,8 @@ def sensitive(op: Any) -> list[tuple[str, Callable[[Any], Any]]]:
 
 
 class _GuardedPass:
-    """A graph pass in Inductor's list: skipped while its lowering is off, harmless if it fails."""
+    """A graph pass in Inductor's list: skipped while its lowering is off; where one fails, its
+    edits so far stay and the rest is stock's."""
 
     def __init__(self, name: str, lowering: Lowering, apply: Callable[[Any], None]) -> None:
         self.name, self.lowering, self.edit = name, lowering, apply
