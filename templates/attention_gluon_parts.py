@@ -185,6 +185,28 @@ def staged_buffers(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def barriers_of(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Barriers that say when there is something and when it is used up: of what each consumer
+    holds, of a ring of blocks, of the next two tiles."""
+    held_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    held_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(held_ready.index(c), count=1)
+        mbarrier.init(held_empty.index(c), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(2):
+        mbarrier.init(tile_ready.index(i), count=1)
+        mbarrier.init(tile_empty.index(i), count=CONSUMERS)
+    return held_ready, held_empty, ready, empty, tile_ready, tile_empty
+
+
+@gluon.jit
 def copy_staged(
     maps, buffers, barrier, place, b, h, q0, k0, ROWS: gl.constexpr, CONSUMERS: gl.constexpr
 ):

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .attention_gluon_parts import (
     SCORED,
     along_rows,
+    barriers_of,
     block_of,
     blocks_of,
     keep,
@@ -286,26 +287,12 @@ def attention_keys_gluon(
     delta_buffers = gl.allocate_shared_memory(gl.float32, line, delta_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
-    held_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    held_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(held_ready.index(c), count=1)
-        mbarrier.init(held_empty.index(c), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(2):
-        mbarrier.init(tile_ready.index(i), count=1)
-        mbarrier.init(tile_empty.index(i), count=CONSUMERS)
+    barriers = barriers_of(STAGES, CONSUMERS)
     fence_async_shared()
 
     shared = (
         (k_buffers, v_buffers, q_buffers, do_buffers, shift_buffers, delta_buffers, tile_buffers),
-        (held_ready, held_empty, ready, empty, tile_ready, tile_empty),
+        barriers,
         (tiles, heads, sections, key_tiles, kv_heads, group, rows, columns),
         numbers,
         inputs,
