@@ -225,7 +225,6 @@ def test_generated_code():
     assert "randint" not in out.source and WRITTEN in out.source
 
 
-@pytest.mark.codegen
 def test_eagers_own_numbers_are_left():
     args = arguments(("BHSD",) * 3, BF16, tokens=256)
     with torch._inductor.config.patch(fallback_random=True):

@@ -11,8 +11,6 @@ import inductor_ext
 from inductor_ext import CustomOpConfig, choosing, config, register_custom_op_autotuning
 from inductor_ext.testing import compile_for, run_interpreted
 
-pytestmark = pytest.mark.codegen
-
 
 def only(code, name):
     (decision,) = (d for d in code.decisions if d.lowering == name)
@@ -80,12 +78,14 @@ def test_stock_on_a_virtual_card():
     ]
 
 
+@pytest.mark.codegen
 def test_stock_is_the_code_of_the_switched_off_registration():
     on = compile_for("h200", gated, X).source.split("\n", 1)[1]
     with inductor_ext.disable(NORMED):
         assert compile_for("h200", gated, X).source.split("\n", 1)[1] == on
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
 def test_the_forced_candidate_is_inlined_with_its_epilogue_in_one_kernel(mode):
     code = compile_for("h200", gated, X, mode=mode, force={NORMED: "rows"})
@@ -130,6 +130,7 @@ def test_in_half_precision():
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.codegen
 def test_dynamic_sizes_are_one_graph():
     code = compile_for("h200", gated, X, dynamic={0: {0: (2, 512)}}, force={NORMED: "rows"})
     assert code.frames == 1 and len(code.calls) == 1
@@ -139,6 +140,7 @@ def test_dynamic_sizes_are_one_graph():
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.codegen
 def test_several_calls_are_several_sites():
     code = compile_for("h200", lambda x: gated(gated(x)[0])[0], X, force={NORMED: "rows"})
     assert [d.fired for d in code.decisions] == [True, True] and not code.extern_calls
@@ -404,6 +406,7 @@ def by_halves(x):
     )
 
 
+@pytest.mark.codegen
 def test_a_candidate_that_calls_its_operation_gets_the_default_there():
     register_custom_op_autotuning(halves, configs=[CustomOpConfig(by_halves)])
     name = "inductor_ext_test::halves_autotuned"
@@ -469,6 +472,7 @@ def power_backward(grad, x):
     return grad * (3 * x.pow(2))
 
 
+@pytest.mark.codegen
 def test_training_tunes_forward_and_backward():
     register_custom_op_autotuning(cubed, configs=[CustomOpConfig(power)])
     register_custom_op_autotuning(cubed_backward, configs=[CustomOpConfig(power_backward)])
@@ -493,6 +497,7 @@ def test_training_tunes_forward_and_backward():
 # --- config_patches -------------------------------------------------------------------------------
 
 
+@pytest.mark.codegen
 def test_config_patches_reach_the_candidates_kernels():
     op = define("patched(Tensor x) -> Tensor", lambda x: x.sum(-1))
 

@@ -16,8 +16,6 @@ import torch
 import inductor_ext
 from inductor_ext import choosing, config, registry
 
-pytestmark = pytest.mark.codegen  # the hook that carries the revision is a private name
-
 # Library calls only: nothing has to be built, and forward and backward are in the caches.
 SCRIPT = """
     import contextlib, json, torch
@@ -82,6 +80,7 @@ def _edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+@pytest.mark.codegen
 def test_nothing_changed_hits_and_every_change_misses(caches: Caches):
     assert caches() == MISS
     changes = {
@@ -208,6 +207,7 @@ def test_a_custom_operations_text_misses(caches: Caches, tmp_path: Path):
 # --- the revision in this process -----------------------------------------------------------------
 
 
+@pytest.mark.codegen
 def test_the_revision_follows_switches_and_returns():
     before = registry.revision()
     assert registry.revision() == before
@@ -231,6 +231,7 @@ def test_an_exact_choice_of_one_thread_is_no_part_of_it():
         assert registry.revision() == before
 
 
+@pytest.mark.codegen
 def test_the_uuid_is_the_revision():
     from torch._inductor.codegen.common import custom_backend_passes
 

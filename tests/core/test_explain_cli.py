@@ -331,7 +331,6 @@ def test_without_matplotlib_one_sentence_says_how_to_get_it(program, capsys, mon
     assert capsys.readouterr() == ("", wanted)
 
 
-@pytest.mark.codegen
 def test_the_plan_in_force_is_plotted(program, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"

@@ -15,8 +15,6 @@ import inductor_ext
 from inductor_ext import compat_ir, config, registry
 from inductor_ext.testing import compile_for
 
-pytestmark = pytest.mark.codegen
-
 aten = torch.ops.aten
 BF16 = torch.bfloat16
 SKINNY = torch.randn(16, 32768, dtype=BF16), torch.randn(32768, 16, dtype=BF16)
@@ -74,6 +72,7 @@ X = torch.randn(128)
 # --- additive -------------------------------------------------------------------------------------
 
 
+@pytest.mark.codegen
 def test_a_lowering_is_used_and_can_decline(toy):
     seen = []
 
@@ -90,6 +89,7 @@ def test_a_lowering_is_used_and_can_decline(toy):
     assert len(seen) == 2
 
 
+@pytest.mark.codegen
 def test_the_entry_that_was_there_is_called_when_ours_declines(toy):
     """Another package's lowering, put there before or after ours, still has its say."""
     from torch._inductor.lowering import lowerings
@@ -139,6 +139,7 @@ def test_a_name_is_registered_once(toy):
         registry.register(registry.Lowering(name))
 
 
+@pytest.mark.codegen
 def test_an_operation_inductor_has_no_lowering_for_keeps_its_stock_code(toy):
     """Inductor makes a fallback with constraints on the inputs' layout for it at its first call."""
     codes = []
@@ -199,6 +200,7 @@ def test_a_thread_started_after_the_import():
     assert deep_k(codes[0]) and text(codes[0]) == text(compile_for("h200", relu_mm, *SKINNY))
 
 
+@pytest.mark.codegen
 def test_backward_is_lowered_too():
     """The weight's gradient is the skinny product here: xT[16,32768] g[32768,16]."""
     x = torch.randn(32768, 16, dtype=BF16, requires_grad=True)
@@ -208,6 +210,7 @@ def test_backward_is_lowered_too():
     assert "SPLITS" not in code.forward and "SPLITS" in code.backward
 
 
+@pytest.mark.codegen
 def test_backward_in_another_thread_sees_the_lowering(fresh):
     """The backward is compiled where ``.backward()`` runs: a thread without the importer's context.
 
@@ -333,6 +336,7 @@ CASES = """
 """
 
 
+@pytest.mark.codegen
 def test_off_is_the_stock_code_byte_for_byte(fresh):
     """Off, against a process in which the hooks were taken out of Inductor again."""
     script = f"""
@@ -378,6 +382,7 @@ def broken(x):
     raise ArithmeticError(f"no idea about {unused.get_dtype()}")
 
 
+@pytest.mark.codegen
 def test_a_lowering_that_raises_leaves_stock_and_warns_once(toy):
     (stock,) = compile_for("h200", ceil, X).kernels
     name = toy(aten.ceil.default, broken)
@@ -443,6 +448,7 @@ def ceil_to_cos(graph):
         node.target = aten.cos.default
 
 
+@pytest.mark.codegen
 def test_a_pass_in_front_of_autograd_is_differentiated(toy):
     """What it puts there has the gradient that is traced."""
 
@@ -459,6 +465,7 @@ def test_a_pass_in_front_of_autograd_is_differentiated(toy):
         assert "tanh" not in compile_for("h200", ceil, x, grad=True).source
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("stage", ["joint", "post_grad"])
 def test_a_graph_pass_runs_unless_it_is_off(toy, stage):
     name = toy(**{stage: ceil_to_cos})
@@ -472,6 +479,7 @@ def test_an_unknown_stage_is_refused(toy):
         toy(late=lambda graph: None)
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("stage", ["pre_grad", "joint", "post_grad"])
 def test_a_graph_pass_that_raises_is_skipped_and_warns_once(toy, stage):
     def fails(graph):

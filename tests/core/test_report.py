@@ -41,7 +41,6 @@ def decision(name="one", **changes):
 # --- decisions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.codegen
 def test_a_site_that_fired():
     (found,) = compile_for("h200", relu_mm, *SKINNY).decisions
     assert (found.lowering, found.fired, found.source) == ("decompose_k", True, "heuristic")
@@ -52,14 +51,12 @@ def test_a_site_that_fired():
     assert found.speedup is None
 
 
-@pytest.mark.codegen
 def test_a_site_that_was_left_alone():
     (found,) = compile_for("h200", relu_mm, *WIDE).decisions
     assert (found.fired, found.chosen, found.source, found.candidates) == (False, "stock", "", ())
     assert "K=1024 is below 4 x max(M, N)=4096" in found.reason
 
 
-@pytest.mark.codegen
 def test_a_forced_site():
     code = compile_for("h200", relu_mm, *SKINNY, force={"decompose_k": "bmm_split32"})
     (found,) = code.decisions
@@ -72,7 +69,6 @@ def test_a_forced_site():
         compile_for("h200", relu_mm, *SKINNY, force={"decompose_k": "no_such"})
 
 
-@pytest.mark.codegen
 def test_what_a_candidate_emits_is_not_decided_on_again(monkeypatch):
     from inductor_ext.lowerings import decompose_k
 
@@ -117,7 +113,6 @@ def shows(decisions, *parts: str) -> bool:
     return all("".join(part.split()) in text for part in parts)
 
 
-@pytest.mark.codegen
 def test_a_report_fits_120_columns_and_leaves_nothing_out():
     code = compile_for("h200", lambda a, b, c, d: (a @ b, c @ d), *SKINNY, *WIDE)
     for found in code.decisions:
@@ -231,7 +226,6 @@ def test_a_compiled_function_still_runs_after_explain():
 # --- logs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.codegen
 def test_decisions_are_logged(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "inductor_ext"):
         code = compile_for("h200", lambda a, b, c, d: (a @ b, c @ d), *SKINNY, *WIDE)
@@ -335,7 +329,6 @@ def test_muting_concerns_one_thread():
     assert [d.lowering for d in found] == ["other thread", "later"]
 
 
-@pytest.mark.codegen
 def test_two_compiles_at_once_are_told_apart_by_nothing_but_their_sites():
     """A collector is process-wide: compile_for holds a lock, so each code has its own decisions."""
     codes = {}

@@ -11,8 +11,6 @@ import pytest
 
 from inductor_ext import report
 
-pytestmark = pytest.mark.codegen
-
 SCRIPT = """
 import torch, inductor_ext
 from inductor_ext import report
@@ -62,6 +60,7 @@ def traced(script: str, folder: Path, tmp_path: Path) -> list:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.codegen
 def test_each_compile_leaves_its_decisions(tmp_path):
     folder = tmp_path / "trace"
     decisions = traced(SCRIPT, folder, tmp_path)

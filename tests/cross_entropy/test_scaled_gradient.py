@@ -115,7 +115,6 @@ def test_in_place_or_a_product(program, dynamic):
         torch.testing.assert_close(found["args[0]"], *expected)
 
 
-@pytest.mark.codegen
 def test_in_place_whatever_is_enabled_when_the_backward_is_compiled():
     """Which is later than the forward, often outside the context that it was compiled in."""
     with inductor_ext.disable():
@@ -137,7 +136,6 @@ def test_rows_that_inductor_pads():
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.codegen
 def test_a_program_that_gives_nothing_away():
     with functorch_config.patch(donated_buffer=False):
         code = compile_for("h200", PROGRAMS["product behind"], *tensors(), grad=True)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 import inductor_ext
 from inductor_ext.testing import compile_for
 
-pytestmark = pytest.mark.codegen
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -50,6 +49,7 @@ def kernels(shape, card="h200"):
     return partial, reducer
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("shape", SHAPES)
 def test_partial_product(shape):
     partial, _ = kernels(shape)
@@ -60,6 +60,7 @@ def test_partial_product(shape):
     assert partial.shared_bytes <= 160 * 1024  # of 227 KiB, which a block may have
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sum_over_the_splits(shape):
     _, reducer = kernels(shape)
@@ -79,6 +80,7 @@ LOAD = r"\bld\.(\w+\.)*global|\bcp\.async\.(c[ag]|bulk\.tensor)"
 STORE = r"\bst\.(\w+\.)*global|\b(red|atom)\.(\w+\.)*global"
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pdl_waits_before_it_reads_or_writes(shape):
     for kernel in kernels(shape):
@@ -94,6 +96,7 @@ def test_pdl_waits_before_it_reads_or_writes(shape):
         assert kernel.ptx.count("griddepcontrol.wait") == 1
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("late", [False, True])
 def test_when_the_sum_releases_what_follows(late):
     fn, *args = SHAPES["16x16x32768"]

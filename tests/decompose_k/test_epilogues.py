@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import inductor_ext
 from inductor_ext.testing import assert_golden, compile_for, outline, run_interpreted
 
-pytestmark = pytest.mark.codegen
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 M, N, K = 16, 24, 2048
 
@@ -119,6 +118,7 @@ def kinds(code):
     return [k.kind for k in code.kernels]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("case", POINTWISE)
 def test_pointwise_is_two_kernels(case):
     *_, code = compiled(case)
@@ -126,6 +126,7 @@ def test_pointwise_is_two_kernels(case):
     assert [d.fired for d in code.decisions] == [True]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("case", ROWWISE)
 def test_row_local_reduction_is_two_kernels(case):
     *_, code = compiled(case)
@@ -134,6 +135,7 @@ def test_row_local_reduction_is_two_kernels(case):
     assert "row reduction" in code.decisions[0].reason
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize(("name", "cases"), [("pointwise", POINTWISE), ("rowwise", ROWWISE)])
 def test_outlines(name, cases):
     """The golden names what each kernel fuses. How many loads the sum has is the heuristic's."""
@@ -141,6 +143,7 @@ def test_outlines(name, cases):
     assert_golden(name, re.sub(r" loads=\d+", "", outlines))
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("case", CASES)
 def test_numbers(case, judge):
     fn, args, code = compiled(case)

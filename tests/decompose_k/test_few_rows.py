@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from inductor_ext.testing import compile_for, run_interpreted
 
-pytestmark = pytest.mark.codegen
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -22,6 +21,7 @@ def router(x, w, bias):
     return F.linear(x, w).sigmoid() + bias
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize(
     ("m", "n", "k", "dtype"),
     [(1, 256, 7168, BF16), (2, 250, 7001, BF16), (1, 1024, 4096, BF16), (3, 24, 1025, FP32)],
@@ -33,6 +33,7 @@ def test_one_kernel_with_the_epilogue(m, n, k, dtype, compile_and_judge):
     assert len(code.calls) == 1
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize(
     ("m", "n", "k"),
     [

@@ -12,7 +12,6 @@ import inductor_ext
 from inductor_ext import compat
 from inductor_ext.testing import compile_for, outline
 
-pytestmark = pytest.mark.codegen
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -107,6 +106,7 @@ SITES = {
 UNTRACEABLE = {"addmm bf16 to fp32"} if torch.__version__.startswith("2.11.") else set()
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("case", [c for c in SITES if c not in UNTRACEABLE])
 def test_fires(case):
     op, fn, *args = SITES[case]
@@ -140,6 +140,7 @@ LEFT = {
 }
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("case", LEFT)
 def test_left_alone_with_a_reason(case):
     reason, fn, *args = LEFT[case]
@@ -149,6 +150,7 @@ def test_left_alone_with_a_reason(case):
         assert same_text(code, compile_for("h200", fn, *args))
 
 
+@pytest.mark.codegen
 def test_disabled_is_stock_byte_for_byte(monkeypatch):
     args = t(16), A, B
     ours = compile_for("h200", torch.addmm, *args)
@@ -186,6 +188,7 @@ def test_fp32_obeys_the_precision_setting_of_the_card():
         assert precision_of(compile_for("h200", mm, *args)) == ["tf32" if allowed else "ieee"]
 
 
+@pytest.mark.codegen
 def test_fp32_obeys_the_newer_precision_settings():
     """In a process of its own: torch refuses to mix them with the older ones."""
     script = """
@@ -216,6 +219,7 @@ def test_operands_cast_in_front_as_autocast_does():
     assert kinds == ["pointwise", "pointwise", "template", "template"]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", ["M", "N", "batch"])
 def test_symbolic_size(name):
     """Branched over (tests/dispatch); within bounds that hold one choice, as a static size."""
@@ -254,6 +258,7 @@ def test_symbolic_size_whose_largest_value_loses_is_stock_there():
     assert "stock" not in choices((2, 256))
 
 
+@pytest.mark.codegen
 def test_symbolic_k():
     code = compile_for("h200", mm, t(16, 4096), t(4096, 16), dynamic={0: {1: None}, 1: {0: None}})
     assert re.search(r"\[16,s\d+\]", fired(code).sites) and code.frames == 1
@@ -261,6 +266,7 @@ def test_symbolic_k():
     assert "K=512" in left(short)
 
 
+@pytest.mark.codegen
 def test_data_dependent_size_is_left_alone():
     def fn(x, w, n):
         k = n.item()
@@ -273,6 +279,7 @@ def test_data_dependent_size_is_left_alone():
     assert "depends on data" in left(code)
 
 
+@pytest.mark.codegen
 def test_two_devices_is_torchs_own_error():
     def fn(x):
         return x @ torch.ones(2048, 16, device="cpu", dtype=BF16)
@@ -316,6 +323,7 @@ def test_partials_are_neither_zeroed_nor_accumulated_into():
     assert code.source.count("empty_strided_cuda((") == 2
 
 
+@pytest.mark.codegen
 def test_64_bit_offsets_where_an_operand_needs_them():
     def index_types(code):
         return {

@@ -14,7 +14,6 @@ from inductor_ext.plan import Box, Entry, Key, Plan
 from inductor_ext.testing import compile_for
 from inductor_ext.testing.cards import CARDS
 
-pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
 K, N = 7168, 256
 BEST = "split7_64x128x128_w4_s4_pdl"  # no rule picks it for few rows
@@ -61,6 +60,7 @@ def rows(decision):
     return [(r.lo, r.hi, r.chosen) for r in decision.ranges]
 
 
+@pytest.mark.codegen
 def test_ranges_are_measured_within_a_stated_number_of_sizes(model, conditions_of, right_at):
     code, decision = decide()
     edge = decision.ranges[0].hi

@@ -12,7 +12,6 @@ import inductor_ext
 from inductor_ext import dispatch
 from inductor_ext.testing import assert_golden, compile_for, outline
 
-pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
 ANY = {0: {0: None}}  # the first argument's first dimension
 
@@ -48,6 +47,7 @@ def router(scoring):
     return code, constants
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("scoring", ROUTERS)
 def test_router_outline(scoring, conditions_of):
     code, _ = router(scoring)
@@ -72,6 +72,7 @@ def test_router_decision(scoring):
     assert f"{spans[1][0]}..{spans[1][1]}" in shown and f">= {spans[-1][0]}" in shown
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 16, 17, 64, 65, 300])
 def test_router_numbers_of_one_program(tokens, right_at):
     code, constants = router("sigmoid")
@@ -171,6 +172,7 @@ def test_an_eighth_of_a_size(conditions_of, right_at):
         right_at(code, fn, (r(rows, 4096), w))
 
 
+@pytest.mark.codegen
 def test_product_of_two_sizes(conditions_of, right_at):
     def fn(x, w):
         return torch.relu(x @ w)
@@ -297,6 +299,7 @@ REGIONS = {
 }
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("case", REGIONS)
 def test_regions(case, right_at):
     fn, shapes, kinds = REGIONS[case]
@@ -347,6 +350,7 @@ def test_two_sites_whose_regions_meet(right_at):
         right_at(code, fn, (r(rows, 2048), w, v))
 
 
+@pytest.mark.codegen
 def test_one_site_behind_another(right_at):
     def fn(x, w, v):
         return torch.tanh(torch.relu(x @ w) @ v)
@@ -402,6 +406,7 @@ def gradients_right(layer, code, rows, features):
         assert error < 2e-2, (name, error)
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize(("features", "outputs"), [(1024, 32), (32, 1024)])
 def test_training(features, outputs):
     """Ranges in the forward (long rows) and in the backward (long gradients)."""

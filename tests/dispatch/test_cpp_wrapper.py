@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from inductor_ext import compat, compat_dispatch
 from inductor_ext.testing import compile_for, cpp_errors, no_cpp_check, package_for
 
-pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
 NO_CHECK = no_cpp_check()
 Dim = torch.export.Dim
@@ -75,6 +74,7 @@ def check_arms(source, decision):
 needs_compiler = pytest.mark.skipif(bool(NO_CHECK), reason=NO_CHECK or "-")
 
 
+@pytest.mark.codegen
 @needs_compiler
 def test_cpp_wrapper_branches_and_compiles():
     code = compile_for(
@@ -89,6 +89,7 @@ def test_cpp_wrapper_branches_and_compiles():
     assert cpp_errors(code.source) == ""
 
 
+@pytest.mark.codegen
 @needs_compiler
 def test_package_branches_and_compiles():
     package = package_router()
@@ -138,6 +139,7 @@ def test_several_regions_with_several_results_compile():
     assert cpp_errors(package.source) == ""
 
 
+@pytest.mark.codegen
 def test_branches_only_where_every_arm_has_its_kernels(monkeypatch):
     """A program run once beforehand launches the kernels of one arm."""
     monkeypatch.setattr(compat, "ahead_of_time", lambda: True)

@@ -121,7 +121,6 @@ def test_one_branch_around_the_region_with_its_epilogue_fused(model, conditions_
         right_at(code, gate(op), args, rounding=torch.float32)
 
 
-@pytest.mark.codegen
 def test_the_times_of_every_range_are_reported(model):
     _, decision = decide(new_op())
     us = {(c.note.split(":")[0], c.name): c.us for c in decision.candidates}
@@ -132,7 +131,6 @@ def test_the_times_of_every_range_are_reported(model):
     assert "sizes up to 8192" in decision.reason
 
 
-@pytest.mark.codegen
 def test_every_range_is_scored_inside_and_every_tensor_resized(model):
     _, decision = decide(new_op())
     sizes = {s["x.0"] for s in model.asked}
@@ -141,7 +139,6 @@ def test_every_range_is_scored_inside_and_every_tensor_resized(model):
     assert all(s["y.0"] == s["x.0"] for s in model.asked) and max(sizes) == 8192
 
 
-@pytest.mark.codegen
 def test_measuring_takes_a_bounded_number_of_sizes(monkeypatch, model):
     """However often the winner changes."""
 
@@ -156,7 +153,6 @@ def test_measuring_takes_a_bounded_number_of_sizes(monkeypatch, model):
     assert 4 < len(decision.ranges) <= 8
 
 
-@pytest.mark.codegen
 def test_an_open_size_is_measured_up_to_the_bound(model):
     on = {"tensor_name": "x", "dim": 0, "range_upper_bound": 2048}
     op = new_op(dispatch_on=on)
@@ -165,7 +161,6 @@ def test_an_open_size_is_measured_up_to_the_bound(model):
     assert rows(decision)[-1][1:] == (None, "columns_first")
 
 
-@pytest.mark.codegen
 def test_measured_once_per_problem(model):
     op = new_op()
     first = decide(op)[1]
@@ -176,7 +171,6 @@ def test_measured_once_per_problem(model):
     assert len(model.asked) > count
 
 
-@pytest.mark.codegen
 def test_one_winner_needs_no_branch(model, conditions_of):
     model.edges = (10000, 20000)
     code, decision = decide(new_op())
@@ -185,7 +179,6 @@ def test_one_winner_needs_no_branch(model, conditions_of):
     assert len(code.kernels) == 1 and rows(decision) == [(2, 8192, "rows_first")]
 
 
-@pytest.mark.codegen
 def test_a_derived_size(model, conditions_of):
     op = new_op()
 
@@ -234,14 +227,12 @@ def test_several_outputs(model, right_at):
         right_at(code, fn, (torch.randn(size, 64),), rounding=torch.float32)
 
 
-@pytest.mark.codegen
 def test_include_fallback_false_never_takes_stock(model):
     op = new_op(include_fallback=False)
     _, decision = decide(op)
     assert [r[2] for r in rows(decision)] == ["rows_first", "columns_first"]
 
 
-@pytest.mark.codegen
 @pytest.mark.parametrize(("size", "chosen"), [(8, "rows_first"), (200, "columns_first")])
 def test_a_static_size_takes_the_winner_of_its_range(model, size, chosen):
     args = torch.randn(size, 64), torch.randn(size, 64)
@@ -254,7 +245,6 @@ def test_a_static_size_takes_the_winner_of_its_range(model, size, chosen):
 # --- split points ---------------------------------------------------------------------------------
 
 
-@pytest.mark.codegen
 def test_split_points_are_the_ranges(model, conditions_of, right_at):
     model.edges = (100, 600)
     op = new_op(split_points=[70, 512])
@@ -270,7 +260,6 @@ def test_split_points_are_the_ranges(model, conditions_of, right_at):
         right_at(code, gate(op), args, rounding=torch.float32)
 
 
-@pytest.mark.codegen
 def test_equal_winners_of_neighbouring_split_points_merge(model, conditions_of):
     model.edges = (70, 100000)
     code, decision = decide(new_op(split_points=[10, 70, 512]))
@@ -280,7 +269,6 @@ def test_equal_winners_of_neighbouring_split_points_merge(model, conditions_of):
     assert len({s["x.0"] for s in model.asked}) == 12  # three sizes in each
 
 
-@pytest.mark.codegen
 def test_split_points_outside_the_bounds_are_not_measured(model):
     bounds = {0: {0: (80, 400)}, 1: {0: (80, 400)}}
     args = torch.randn(100, 64), torch.randn(100, 64)
@@ -289,7 +277,6 @@ def test_split_points_outside_the_bounds_are_not_measured(model):
     assert all(80 <= s["x.0"] <= 400 for s in model.asked)
 
 
-@pytest.mark.codegen
 def test_split_points_are_in_the_size_of_the_tensor(model):
     op = new_op(split_points=[101])
 
@@ -318,14 +305,12 @@ def box(choice, bounds, times=None):
     return Box((("x.0", bounds), ("y.0", bounds)), choice, times or {})
 
 
-@pytest.mark.codegen
 def test_without_a_card_one_choice_for_all(conditions_of):
     code, decision = decide(new_op())
     assert (decision.chosen, decision.source) == ("stock", "heuristic")
     assert conditions_of(code) == [] and rows(decision) == [(2, 8192, "stock")]
 
 
-@pytest.mark.codegen
 def test_a_plan_decides_per_range_and_nothing_is_measured(model, conditions_of):
     op = new_op()
     load(
@@ -346,7 +331,6 @@ def test_a_plan_decides_per_range_and_nothing_is_measured(model, conditions_of):
     assert "at 16,16" in decision.candidates[0].note
 
 
-@pytest.mark.codegen
 def test_a_plan_of_something_else_still_forbids_measuring(model):
     load(new_op(), box("rows_first", (1, 33)))
     _, decision = decide(new_op())
@@ -354,7 +338,6 @@ def test_a_plan_of_something_else_still_forbids_measuring(model):
     assert decision.reason.startswith("not in the plan: ")
 
 
-@pytest.mark.codegen
 def test_a_forced_choice_is_not_measured(model, conditions_of):
     op = new_op()
     force = {f"{op._opoverload._name}_autotuned": "columns_first"}
@@ -413,7 +396,6 @@ def test_bad_arguments(on, points, error, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.codegen
 @pytest.mark.parametrize("dynamic", [None, BOTH])
 def test_a_dimension_that_the_tensor_has_not(dynamic):
     op = new_op(dim=2)
@@ -424,7 +406,6 @@ def test_a_dimension_that_the_tensor_has_not(dynamic):
     assert not any(d.fired for d in code.decisions)
 
 
-@pytest.mark.codegen
 def test_a_negative_dimension_counts_from_the_end(model):
     _, decision = decide(new_op(dim=-2))
     assert [r[2] for r in rows(decision)] == ["rows_first", "columns_first", "stock"]

@@ -9,7 +9,6 @@ import inductor_ext
 from inductor_ext import compat, compat_dispatch, config, dispatch, matching
 from inductor_ext.testing import compile_for, outline
 
-pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
 ANY = {0: {0: None}}
 
@@ -44,6 +43,7 @@ def without_the_plugin(monkeypatch):
             monkeypatch.setitem(compat._lowering_table(), target, stock)
 
 
+@pytest.mark.codegen
 def test_disabled_is_stock_byte_for_byte(monkeypatch):
     ours = compile_for("h200", relu_mm, *ARGS, dynamic=ANY)
     with inductor_ext.disable("decompose_k"):
@@ -70,6 +70,7 @@ def test_forced_choice_is_one_choice_for_all_sizes():
 
 
 # Inductor warns that graphs of changing sizes are captured once per size.
+@pytest.mark.codegen
 @pytest.mark.filterwarnings("ignore:.*CUDAGraph.*")
 @pytest.mark.parametrize(
     "options", [{"triton.cudagraphs": True, "graph_partition": p} for p in (True, False)]
@@ -110,6 +111,7 @@ def test_branches_select_no_device_again():
     assert "assert_size_stride" not in body[: body.index("return")]
 
 
+@pytest.mark.codegen
 def test_no_memory_is_allocated_for_what_is_fused():
     code = compile_for("h200", relu_mm, *ARGS, dynamic=ANY)
     allocated = re.findall(r"^\s+(range\w+) = empty_strided_cuda", code.source, re.MULTILINE)
@@ -161,6 +163,7 @@ def test_failure_leaves_stock(what, monkeypatch):
         compile_for("h200", relu_mm, *ARGS, dynamic=ANY)
 
 
+@pytest.mark.codegen
 def test_wrapper_that_can_not_branch_keeps_one_choice(monkeypatch):
     monkeypatch.setattr(compat_dispatch, "can_branch", lambda: "the wrapper is of another kind")
     code = compile_for("h200", relu_mm, *ARGS, dynamic=ANY)
@@ -169,6 +172,7 @@ def test_wrapper_that_can_not_branch_keeps_one_choice(monkeypatch):
     assert code.calls[0] == "extern_kernels.mm"
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("rows", [1 << 20, 1 << 26])
 def test_traced_beyond_32_bit_offsets(rows):
     """A branch's assumed size must not decide the width of an index that is then guarded."""
@@ -180,6 +184,7 @@ def test_traced_beyond_32_bit_offsets(rows):
     assert len(code.decisions[0].ranges) > 2 and "elif s" in code.source
 
 
+@pytest.mark.codegen
 def test_memory_planning_is_left_alone():
     """Its pools span the program: a branch not taken would have allocated them."""
     code = compile_for("h200", relu_mm, *ARGS, dynamic=ANY, options={"memory_planning": True})
@@ -200,6 +205,7 @@ def test_no_branch_where_cpp_would_lack_its_kernels(monkeypatch):
     assert decision.fired and not re.search(r"if s\d+ <=", code.source)
 
 
+@pytest.mark.codegen
 def test_branches_ask_no_guard_of_sizes_they_never_see():
     """32 bits do not hold offsets of 524288 x 7168 elements; the branches end at some 100 rows."""
     x, w = (torch.empty(size, dtype=torch.bfloat16) for size in ((8, 7168), (7168, 256)))

@@ -8,7 +8,6 @@ from inductor_ext import choosing, compat, compat_ir, registry
 from inductor_ext.choosing import STOCK, Candidate
 from inductor_ext.testing import compile_for
 
-pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
 K, N = 4096, 32
 
@@ -54,6 +53,7 @@ def decisions(fn=gate, dynamic=(2, 8192), **kwargs):
     return compile_for("h200", fn, t(16, K), t(K, N), dynamic={0: {0: dynamic}}, **kwargs).decisions
 
 
+@pytest.mark.codegen
 @pytest.mark.usefixtures("toy")
 def test_a_second_lowerings_site_is_reported_once_with_its_ranges():
     outer, inner = decisions()

@@ -9,7 +9,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from inductor_ext.testing import compile_for, run_interpreted
 
-pytestmark = pytest.mark.codegen
 TOKENS = (1, 2, 7, 8, 9, 16, 17, 33, 65, 130)
 HIDDEN, EXPERTS, TOP = 2048, 32, 4
 
@@ -67,6 +66,7 @@ def test_the_judge_sees_a_wrong_expert():
         right(module, x, (weights.flip(-1), experts))
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
 def test_dynamo_compiles_one_frame(scoring):
     """Without a card the lowering leaves the site to stock; what counts is Dynamo's guards."""

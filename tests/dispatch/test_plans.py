@@ -65,7 +65,6 @@ def rows(decision):
 # --- generated code -------------------------------------------------------------------------------
 
 
-@pytest.mark.codegen
 def test_the_ranges_are_the_plans_exactly(conditions_of, right_at):
     """One of a single size, and an edge that no sweep visits."""
     load(
@@ -88,7 +87,6 @@ def test_the_ranges_are_the_plans_exactly(conditions_of, right_at):
         right_at(code, relu_mm, (torch.randn(size, K).to(BF16), w))
 
 
-@pytest.mark.codegen
 def test_times_are_reported_for_every_range():
     load(
         box(FAR, {"4": {"stock": 6.0, FAR: 2.0}, "64": {"stock": 7.0, FAR: 5.0}}, m=(1, 64)),
@@ -111,7 +109,6 @@ def test_times_are_reported_for_every_range():
     assert cells[second + 2 : second + 4] == ["8.00 stock", f"9.00 {FAR}"]
 
 
-@pytest.mark.codegen
 def test_outside_the_plan_the_heuristic_decides_and_the_report_says_where():
     _, by_heuristic = compiled()
     load(box(FAR, m=(33, 100)))
@@ -126,7 +123,6 @@ def test_outside_the_plan_the_heuristic_decides_and_the_report_says_where():
     assert decision.reason.endswith(rest)
 
 
-@pytest.mark.codegen
 def test_a_plan_that_does_not_cover_the_site_is_named_first():
     _, by_heuristic = compiled()
     load(box(FAR, m=(1, 100)), n=128)
@@ -135,7 +131,6 @@ def test_a_plan_that_does_not_cover_the_site_is_named_first():
     assert decision.reason.startswith("not in the plan: no entry for these sizes of mm")
 
 
-@pytest.mark.codegen
 @pytest.mark.parametrize("name", ["nonsense", "split3_16x32x128_w2_s4", "bmm_split13"])
 def test_an_unknown_candidate_falls_back_with_the_reason(name):
     _, by_heuristic = compiled()
@@ -146,7 +141,6 @@ def test_an_unknown_candidate_falls_back_with_the_reason(name):
     assert decision.reason.startswith(start)
 
 
-@pytest.mark.codegen
 def test_ranges_in_a_derived_size(conditions_of):
     def fn(x, w):
         return torch.relu(torch.cat([x, x]) @ w)
@@ -174,7 +168,6 @@ def test_rows_and_batch(conditions_of):
     assert len(decision.ranges) <= dispatch.MAX_RANGES
 
 
-@pytest.mark.codegen
 @pytest.mark.parametrize(
     ("choice", "bounds"), [(FAR, (3, 64)), (FAR, (2, 2000)), (FAR, None), ("stock", (2, 2000))]
 )
@@ -189,7 +182,6 @@ def test_one_choice_of_the_plan_needs_no_branch(choice, bounds, conditions_of):
     assert ("BLOCK_N : tl.constexpr = 128" in code.source) == (choice == FAR)
 
 
-@pytest.mark.codegen
 def test_static_sites_are_as_before():
     load(box(FAR, {"4": {"stock": 6.0, FAR: 2.0}}, m=(1, 100)))
     code = compile_for("h200", relu_mm, t(4, K), t(K, N))
@@ -198,7 +190,6 @@ def test_static_sites_are_as_before():
     assert decision.reason == "m=1..100 in the plan" and "size_dispatch" not in code.source
 
 
-@pytest.mark.codegen
 def test_a_plan_that_can_not_be_loaded_changes_nothing(tmp_path):
     with pytest.raises(PlanError):
         inductor_ext.load_plan(tmp_path / "absent.json")

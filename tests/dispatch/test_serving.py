@@ -2,13 +2,10 @@
 
 import random
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from inductor_ext.testing import compile_for, run_interpreted
-
-pytestmark = pytest.mark.codegen
 
 
 def layer(x, w):

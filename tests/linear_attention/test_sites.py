@@ -6,7 +6,6 @@ import torch
 import inductor_ext
 from inductor_ext.testing import compile_for
 
-pytestmark = pytest.mark.codegen
 B, H, T, K, V = 2, 8, 2048, 64, 32
 OP = "inductor_ext.linear_attention.default("
 WRITTEN = "inductor_ext.linear_attention.default.launched("
@@ -101,6 +100,7 @@ def compiled(fn, grad=True):
         return compile_for("h200", fn, *inputs, grad=grad)
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(name):
     code = compiled(SPELLINGS[name])
@@ -110,6 +110,7 @@ def test_spellings(name):
     assert decision.fired and f"{T}" in decision.sites
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_left(name):
     code = compiled(OTHERS[name], grad=name == "detached scores")
@@ -142,6 +143,7 @@ def test_large_heads_and_few_tokens_are_left():
     assert "states are as large" in left.reason
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_numbers(name, monkeypatch):
     """The edited graph computes what the program does, on the CPU."""

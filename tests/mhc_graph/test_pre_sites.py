@@ -216,7 +216,6 @@ def test_a_program_out_of_a_cache_finds_the_operations():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.codegen
 def test_a_package_of_any_number_of_tokens_calls_no_python():
     class Layer(torch.nn.Module):
         def forward(self, x, w, scale, base):
@@ -248,7 +247,6 @@ def test_generated_code():
     assert [d.lowering for d in code.decisions] == ["mhc_pre"]
 
 
-@pytest.mark.codegen
 def test_generated_code_of_another_form():
     """The gates, what is made of the other columns, the streams behind: no product is stock's."""
     mix, columns, constant = FORMS["factors"]

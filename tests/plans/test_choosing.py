@@ -11,8 +11,6 @@ from inductor_ext import active_plan, choosing, config, registry
 from inductor_ext.plan import Box, PlanError
 from inductor_ext.testing import compile_for
 
-pytestmark = pytest.mark.codegen
-
 K, N = 7168, 256
 FAR = "split7_64x128x128_w4_s4_pdl"  # a tiling far down the heuristic's ranking at M = 4
 
@@ -46,6 +44,7 @@ def test_the_plan_decides_and_its_times_are_reported(make_plan):
     assert (decide().chosen, decide().source, decide().fired) == ("stock", "plan", False)
 
 
+@pytest.mark.codegen
 def test_the_generated_kernel_is_the_one_named(make_plan):
     inductor_ext.load_plan(make_plan(box("split14_32x16x128_w2_s4", m=(1, 64)), n=N, k=K))
     source = compile_for("h200", product, half(4, K), half(K, N)).source
@@ -53,6 +52,7 @@ def test_the_generated_kernel_is_the_one_named(make_plan):
     assert "launch_pdl" not in source
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize(
     ("fn", "args", "key"),
     [
@@ -192,6 +192,7 @@ def test_with_a_plan_nothing_is_measured(make_plan, monkeypatch):
     assert decide(mode="max-autotune-no-cudagraphs").source == "heuristic" and not asked
 
 
+@pytest.mark.codegen
 def test_a_dynamic_size_branches_where_the_plan_says(make_plan):
     ranges = box(FAR, m=(1, 16)), box("stock", m=(17, 4096))
     inductor_ext.load_plan(make_plan(*ranges, n=N, k=K))
@@ -309,6 +310,7 @@ def test_the_file_is_found_by_a_word_of_the_cards_name(ship, make_plan):
 # --- the cache key --------------------------------------------------------------------------------
 
 
+@pytest.mark.codegen
 def test_plans_are_part_of_the_cache_key(make_plan, ship):
     seen = {registry.revision()}
 

@@ -111,7 +111,6 @@ def test_every_tiling_is_a_candidate_where_it_was_measured(path):
     assert looked_up
 
 
-@pytest.mark.codegen
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_no_entry_is_left_over(path, monkeypatch):
     """What a kernel computes may be told by the text of it, which a later change of the kernel

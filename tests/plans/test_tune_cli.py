@@ -72,7 +72,6 @@ def test_a_plan_is_written(program, capsys, tmp_path):
     assert code == 0 and err == ""
 
 
-@pytest.mark.codegen
 @pytest.mark.usefixtures("pretended_card")
 def test_more_ranges_where_asked(program, capsys, tmp_path, monkeypatch):
     def steps(key, sizes, names):

@@ -16,8 +16,6 @@ from inductor_ext import CustomOpConfig, choosing, compat, compat_ir, measure, p
 from inductor_ext.plan import Plan
 from inductor_ext.testing import compile_for
 
-pytestmark = pytest.mark.codegen
-
 K, N = 7168, 256
 
 
@@ -55,6 +53,7 @@ def summary(plan):
     return [(str(box), box.choice == "stock") for box in entry.boxes]
 
 
+@pytest.mark.codegen
 def test_a_plan_with_ranges_times_and_the_edge_where_it_is(tmp_path):
     model = Model()
     plan = tune(product, half(16, K), half(K, N), dims={"x.0": (1, 8192)}, model=model)
@@ -76,6 +75,7 @@ def test_a_plan_with_ranges_times_and_the_edge_where_it_is(tmp_path):
     assert Plan.load(tmp_path / "plan.json").lookup(entry.key, {"m": 4}) == low.choice
 
 
+@pytest.mark.codegen
 def test_what_is_tuned_is_chosen(make_plan):
     args = half(16, K), half(K, N)
     plan = tune(product, *args, dims={"x.0": (1, 512)})
@@ -182,6 +182,7 @@ def test_a_free_name_is_else_dimension_0_of_the_first_tensor_and_says_so(caplog)
     assert "'tokens' is taken as dimension 0 of 'x', the first tensor" in caplog.text
 
 
+@pytest.mark.codegen
 def test_arguments_keep_their_marks_and_modules_their_names():
     class Gate(torch.nn.Module):
         def __init__(self):
@@ -447,6 +448,7 @@ def test_a_candidate_that_is_wrong_somewhere_is_not_chosen_there(card):
     ]
 
 
+@pytest.mark.codegen
 def test_a_plan_for_a_users_operation_is_used(card, monkeypatch):
     op = new_op(right, other)
     card.times = lambda name, rows: 1.0 if name == "other" else 2.0

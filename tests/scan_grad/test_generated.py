@@ -10,7 +10,6 @@ import inductor_ext
 from inductor_ext.testing import compile_for, run_interpreted
 
 T = 37
-pytestmark = pytest.mark.codegen
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +28,7 @@ def scanned(combine, xs, reverse=False):
     return associative_scan(pair, tuple(xs), 1, reverse)
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("combine", [c.affine, c.online_softmax], ids=lambda f: f.__name__)
 def test_one_scan_each_way(combine, reverse):
@@ -58,6 +58,7 @@ def test_a_state_that_nobody_else_reads_is_a_recurrence():
     assert code.kernels == []
 
 
+@pytest.mark.codegen
 def test_a_symbolic_length():
     """Compiled for one length, right at another."""
     length = torch.export.Dim("length", min=2, max=4096)
@@ -74,6 +75,7 @@ def test_a_symbolic_length():
         torch.testing.assert_close(found[f"args[{i}]"], reference.float())
 
 
+@pytest.mark.codegen
 def test_a_gradient_that_is_not_known_is_refused_where_it_is_asked_for(monkeypatch):
     def write(combine, slices):
         raise scan_gradient.texts.NotPointwise("it is too dark to read it")
@@ -93,6 +95,7 @@ def test_a_gradient_that_is_not_known_is_refused_where_it_is_asked_for(monkeypat
     assert "inductor_ext" not in code.source
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("zeros", [0, 1, 2])
 def test_products(zeros):
     """Zeros are no case of their own; torch's gradient would be three scans."""
@@ -122,6 +125,7 @@ def test_disabled_it_leaves_torchs_gradient():
     assert "inductor_ext" not in code.source
 
 
+@pytest.mark.codegen
 def test_with_scan_kernels_all_of_it_is_fused():
     """One kernel each way, with what is in front of a scan and behind it."""
     xs = c.leaves(2, 2, T, 3, dtype=torch.float32)

@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 import inductor_ext
 from inductor_ext.testing import assert_golden, compile_for
 
-pytestmark = pytest.mark.codegen
 R, N = 6, 300
 
 
@@ -86,6 +85,7 @@ def arguments(names, dtype=torch.float32):
     return [made[name].to(dtype) for name in names.split()]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_launched_and_its_numbers(name, forced, launches, run, judge):
     fn, names = PROGRAMS[name]
@@ -148,6 +148,7 @@ def test_a_result_in_16_bits_of_wider_values(dtype, forced, run):
     torch.testing.assert_close(got.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_recurrence_of_two_leaves(reverse, forced, launches, run, decision):
     a, x = arguments("a x")
@@ -206,6 +207,7 @@ def test_what_is_no_recurrence(fn, forced, run):
     torch.testing.assert_close(run(code, a, x), fn(a, x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.codegen
 def test_a_combine_of_three_leaves_with_a_condition(forced, launches, run):
     """Mean, count and largest value at once."""
 
@@ -226,6 +228,7 @@ def test_a_combine_of_three_leaves_with_a_condition(forced, launches, run):
     assert torch.equal(largest, x.abs().cummax(0)[0])
 
 
+@pytest.mark.codegen
 def test_a_gradient_is_one_kernel_without_flips(forced, launches, run):
     x = torch.randn(R, N, requires_grad=True)
 
@@ -273,6 +276,7 @@ def test_special_values(forced, run):
         torch.testing.assert_close(run(forced(fn, x), x), fn(x), equal_nan=True)
 
 
+@pytest.mark.codegen
 def test_a_result_has_the_layout_that_was_traced(forced, run):
     x = torch.randn(4, 5, 60)
     for fn in (
@@ -285,6 +289,7 @@ def test_a_result_has_the_layout_that_was_traced(forced, run):
         torch.testing.assert_close(got, fn(x))
 
 
+@pytest.mark.codegen
 def test_off_gives_stock_code_byte_for_byte(forced):
     (x,) = arguments("x")
     fn = PROGRAMS["reverse"][0]

@@ -6,7 +6,6 @@ import torch
 from inductor_ext import ops
 from inductor_ext.testing import compile_for
 
-pytestmark = pytest.mark.codegen
 R, N = 5, 130
 TAKEN = "an operation of this package"
 
@@ -50,6 +49,7 @@ FUSED = {
 }
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", FUSED)
 def test_in_training(name, launches, run):
     fn, names, forward, backward = FUSED[name]
@@ -84,6 +84,7 @@ def test_segments(op, exclusive, launches, run):
     torch.testing.assert_close(run(code, x, r), fn(x, r))
 
 
+@pytest.mark.codegen
 def test_any_size(launches, run):
     def fn(a, x):
         return ops.linear_recurrence(a.sigmoid(), x * 2, dim=1).tanh()

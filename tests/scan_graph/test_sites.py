@@ -7,8 +7,6 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from inductor_ext import compat_user_kernels
 from inductor_ext.testing import compile_for, cpp_errors, no_cpp_check, package_for
 
-pytestmark = pytest.mark.codegen
-
 
 def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -73,6 +71,7 @@ LEFT = {
 }
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", TAKEN)
 def test_taken(name, decision):
     fn, shape, reason = TAKEN[name]
@@ -81,6 +80,7 @@ def test_taken(name, decision):
     assert found.reason.startswith(reason)
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", LEFT)
 def test_left(name, decision):
     fn, shape, reason = LEFT[name]
@@ -116,6 +116,7 @@ def test_on_the_cpu_nothing_is_looked_at():
     assert torch.equal(torch.compile(sums(1))(x), x.cumsum(1))
 
 
+@pytest.mark.codegen
 def test_a_length_that_torch_can_not_square(launches, decision):
     code = compile_for("h200", sums(0), meta(3_100_000_000, dtype=torch.int8))
     if not compat_user_kernels.takes_wide():
@@ -134,6 +135,7 @@ def test_positions_are_kept_in_as_many_bits_as_the_length_needs():
 # --- sizes that vary ------------------------------------------------------------------------------
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize(
     "fn",
     [
@@ -177,6 +179,7 @@ def test_a_small_combine_of_leaves_whose_sizes_vary(run):
 # --- C++ wrappers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.skipif(no_cpp_check() != "", reason=no_cpp_check())
 def test_a_cpp_wrapper_holds_the_kernel(dynamic, decision):

@@ -14,7 +14,6 @@ from benchmarks.cross_entropy_variants import VARIANTS
 from inductor_ext import registry
 from inductor_ext.testing import compile_for
 
-pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
 N, V = 512, 8192
 
@@ -44,6 +43,7 @@ def decided(code):
 plain = VARIANTS["plain"].fn
 
 
+@pytest.mark.codegen
 def test_one_decision_says_what_and_where():
     (found,) = decided(compiled(plain, logits(), targets()))
     assert (found.lowering, found.fired, found.chosen) == ("fused_loss", True, "one sweep")
@@ -149,6 +149,7 @@ def test_columns_of_a_matrix_are_no_rows_of_memory():
     assert not found.fired
 
 
+@pytest.mark.codegen
 def test_logits_are_not_stored_for_it():
     def biased(h, w, y):
         return plain(h @ w.t() + w[:, 0], y)
@@ -162,6 +163,7 @@ def test_logits_are_not_stored_for_it():
         assert not found.fired and "would have to be stored" in found.reason
 
 
+@pytest.mark.codegen
 def test_a_gradient_is_not_copied_for_its_strides():
     x = torch.empty(N, V + 5, dtype=BF16, device="meta")[:, :V].requires_grad_()
     (found,) = decided(compiled(plain, x, targets()))
@@ -183,6 +185,7 @@ def test_no_site_without_a_backward_or_in_registers_or_outside_a_loss():
     assert compiled(attention, logits(2, 2048, 64)).decisions == []
 
 
+@pytest.mark.codegen
 def test_what_checkpointing_computes_again_is_left():
     def inside(h, w, y):
         return checkpoint(lambda h, w, y: plain(h @ w.t(), y), h, w, y, use_reentrant=False)
@@ -208,6 +211,7 @@ def layer(h, w, y):
     return plain(h @ w.t(), y)
 
 
+@pytest.mark.codegen
 def test_the_partitioner_does_not_make_it_twice():
     with functorch_config.patch(aggressive_recomputation=True):
         code = compiled(layer, logits(N, 64), logits(V, 64), targets())
@@ -216,6 +220,7 @@ def test_the_partitioner_does_not_make_it_twice():
     assert "rows_and_gradient" in code.forward
 
 
+@pytest.mark.codegen
 def test_a_memory_budget_is_kept_to():
     with functorch_config.patch(activation_memory_budget=0.5):
         (left,) = decided(compiled(layer, logits(N, 64), logits(V, 64), targets()))
@@ -229,6 +234,7 @@ def test_few_logits_are_left_alone(monkeypatch):
     assert any("as fast as a kernel is launched" in d.reason for d in found)
 
 
+@pytest.mark.codegen
 def test_disabled_is_stock_byte_for_byte():
     def text(code):
         return re.sub(r"(# AOT ID: ).*", r"\1", code.source)
@@ -242,6 +248,7 @@ def test_disabled_is_stock_byte_for_byte():
     assert text(compiled(plain, *args)) != text(stock)
 
 
+@pytest.mark.codegen
 def test_it_looks_before_the_other_rewritings_and_behind_attention():
     from torch._inductor.fx_passes import joint_graph
 

@@ -14,7 +14,6 @@ from inductor_ext import compat_fx, registry
 from inductor_ext.testing import compile_for
 from inductor_ext.testing.generated import kernels_of
 
-pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
 N, V = 512, 8192
 
@@ -43,6 +42,7 @@ def outcome(found):
     return [(d.lowering, d.fired) for d in found]
 
 
+@pytest.mark.codegen
 def test_one_decision_per_site():
     found = decisions(lambda x, y: smoothed(x * 2, y), logits(), targets())
     assert [(d.lowering, d.fired, d.chosen) for d in found] == [
@@ -109,6 +109,7 @@ def test_nothing_is_computed_per_entry_that_a_row_has_once(fn):
     assert whole and not any("math.log(" in source for source in whole)
 
 
+@pytest.mark.codegen
 def test_logits_of_a_product_and_never_twice(sweeps):
     """The backward has the statistics from the forward."""
 
@@ -176,6 +177,7 @@ def test_what_another_lowering_would_sum_is_left_where_that_is_off():
     assert not left.fired and "sweeps the rows again" in left.reason
 
 
+@pytest.mark.codegen
 def test_a_package_has_no_python():
     with torch.no_grad(), torch._inductor.config.patch(cpp_wrapper=True):
         (left,) = decisions(FORWARDS["softmax"], logits(), targets(), grad=False)
@@ -206,6 +208,7 @@ def text(code):
     return re.sub(r"(# AOT ID: ).*", r"\1", code.source)
 
 
+@pytest.mark.codegen
 def test_disabled_is_stock_byte_for_byte(monkeypatch):
     variant = VARIANTS["z-loss, softcap, smoothing"]
     args = logits(), targets()
@@ -232,6 +235,7 @@ def test_each_lowering_has_its_own_switch():
         assert {d.lowering for d in decisions(scaled, *args)} == {"cross_entropy"}
 
 
+@pytest.mark.codegen
 def test_attention_is_still_recognised():
     """The passes come behind the patterns of fused attention, which want a scaled softmax."""
 
@@ -244,6 +248,7 @@ def test_attention_is_still_recognised():
     assert any("scaled_dot_product" in call for call in code.extern_calls)
 
 
+@pytest.mark.codegen
 def test_the_passes_stand_before_what_hides_a_scaled_softmax():
     from torch._inductor.fx_passes import joint_graph
 
@@ -257,6 +262,7 @@ def test_the_passes_stand_before_what_hides_a_scaled_softmax():
 # --- symbolic sizes -------------------------------------------------------------------------------
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", ["z-loss, softcap, smoothing", "class weight, smoothing"])
 def test_symbolic_number_of_rows(name, judged):
     variant = VARIANTS[name]
@@ -276,6 +282,7 @@ def test_symbolic_length_of_the_row(judged):
     assert [d.fired for d in code.decisions] == [True, True, True]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("shape", [(8, 131072), (2, 8192, 512)])
 def test_nothing_large_is_stored(shape):
     """What is summed is computed in the sweep, not before it."""

@@ -8,7 +8,6 @@ from inductor_ext.lowerings import softmax_gradients
 from inductor_ext import measure
 from inductor_ext.testing import compile_for, run_interpreted
 
-pytestmark = pytest.mark.codegen
 BF16 = torch.bfloat16
 N, V = 5, 1283
 
@@ -38,6 +37,7 @@ def chosen(code):
     return [d.chosen for d in code.decisions if d.lowering == "softmax"]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("fn", [softmax, log_softmax, tempered, into_a_product])
 def test_values_are_written_by_one_kernel(fn, judged):
     code = judged(fn, [torch.randn(N, V).mul(3).to(BF16)])
@@ -86,6 +86,7 @@ def with_its_gradient(fn, x, g):
     return out.detach(), torch.autograd.grad(out, x, g)[0]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("fn", [softmax, log_softmax, tempered])
 def test_gradients_of_long_rows_by_one_kernel(fn, dtype, monkeypatch):
@@ -126,6 +127,7 @@ def test_a_backward_may_read_the_values():
     assert ".run(" not in code.forward and ".run(" in code.backward
 
 
+@pytest.mark.codegen
 def test_infinities_are_as_in_eager(generated):
     x = torch.randn(4, V)
     x[0, 3], x[1, 7:], x[2], x[3, 5] = torch.inf, -torch.inf, -torch.inf, torch.nan

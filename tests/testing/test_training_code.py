@@ -10,8 +10,6 @@ import triton
 
 from inductor_ext.testing import autocast, compile_for, run_interpreted
 
-pytestmark = pytest.mark.codegen
-
 BF16 = torch.bfloat16
 N, C = 13, 37
 
@@ -68,6 +66,7 @@ def check(fn, *args, grad, tolerance=1e-4, reference=None):
     return code
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", LOSSES.split())
 def test_losses(name, grad):
@@ -93,6 +92,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name, grad):
@@ -162,6 +162,7 @@ def under_autocast(fn, device):
     return wrapped
 
 
+@pytest.mark.codegen
 def test_autocast_computes_each_operator_in_its_dtype():
     def fn(x, w):
         h = x @ w
@@ -218,6 +219,7 @@ def test_autocast_refuses_what_a_card_refuses():
         compile_for("h200", under_autocast(torch.dot, "cuda"), half, half)
 
 
+@pytest.mark.codegen
 def test_every_operator_with_an_autocast_rule_is_known():
     unknown = {
         op.overloadpacket.__name__
@@ -266,6 +268,7 @@ class Layer(torch.nn.Module):
         return x + self.down(F.silu(gate) * F.dropout(up, 0.5, training=False))
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("grad", [False, True])
 def test_transformer_layer(grad):
     torch.manual_seed(0)
@@ -295,6 +298,7 @@ def test_mixture_of_experts_routing_and_embedding_loss():
     check(loss, table, tokens, torch.randint(0, 50, (2, 16)), grad=True, tolerance=1e-3)
 
 
+@pytest.mark.codegen
 def test_outputs_that_are_views_have_gradients():
     # The gradient is copied into the output's layout before the backward is called.
     check(lambda x: F.pad(x, (1, 2))[:, 1:], torch.randn(2, 16, 32), grad=True)
