@@ -364,7 +364,7 @@ layouts = st.sampled_from(["row", "column", "slice"])
 
 @settings(
     derandomize=True,
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     database=None,
     phases=[Phase.generate],  # a failing example is small enough as it is

@@ -33,14 +33,18 @@ def test_the_loss_uses_h_only():
 
 
 @pytest.mark.parametrize(
-    "combine",
-    [c.affine, c.affine_turned, c.online_softmax],
-    ids=lambda f: f.__name__,
+    ("combine", "ways"),
+    [
+        (c.affine, ((False, [0]), (True, [1]))),
+        (c.affine_turned, ((True, [0, 1]),)),
+        (c.online_softmax, ((True, [0, 1]), (False, [1]))),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_losses_on_some_results(combine):
+def test_losses_on_some_results(combine, ways):
     xs = c.leaves(c.COMBINES[combine], 3, 6, 2)
     weights = torch.randn(len(xs), 3, 6, 2, dtype=torch.float64)
-    for reverse, chosen in ((False, [0]), (True, [len(xs) - 1]), (True, range(len(xs)))):
+    for reverse, chosen in ways:
 
         def loss(ys):
             return sum((ys[i].sin() * weights[i]).sum() for i in chosen)  # noqa: B023
