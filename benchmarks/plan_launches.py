@@ -44,6 +44,26 @@ def _cross_entropy() -> Program:
     return fn, (_half(LARGE, 128256), target), {"logits.0": (512, 8192)}
 
 
+def _losses_of_rows() -> Program:
+    import torch
+
+    import inductor_ext
+
+    def fn(logits: Any, target: Any) -> Any:
+        return inductor_ext.ops.cross_entropy(logits, target, reduction="none")
+
+    target = torch.randint(128256, (LARGE,), device=DEVICE)
+    return fn, (_half(LARGE, 128256), target), {"logits.0": (512, 8192)}
+
+
+def _entropy() -> Program:
+    def fn(logits: Any) -> Any:
+        p = logits.float().log_softmax(-1)
+        return -(p.exp() * p).sum(-1).mean()
+
+    return fn, (_half(LARGE, 128256),), {"logits.0": (512, 8192)}
+
+
 def _softmax() -> Program:
     def fn(x: Any) -> Any:
         return x.softmax(-1)
@@ -121,11 +141,15 @@ def _attention(heads: int, dim: int, grad: bool = True, **options: Any) -> Progr
 
 
 def _softcap() -> Program:
-    return _attention(16, 128, grad=False, softcap=30.0)
+    return _attention(16, 128, softcap=30.0)
 
 
 def _window() -> Program:
     return _attention(32, 64, window=1024)
+
+
+def _column_sums() -> Program:
+    return _attention(16, 128, grad=False, return_colsum=True, colsum_rows=64)
 
 
 def _decode() -> Program:
@@ -167,6 +191,8 @@ def _sparse_attention() -> Program:
 
 LAUNCHES = (  # what takes longest to compile last: ``--prewarm`` begins at the end
     Launches("cross entropy of 128256 classes", _cross_entropy),
+    Launches("cross entropy of each row, 128256 classes", _losses_of_rows),
+    Launches("entropy of 128256 classes", _entropy),
     Launches("softmax of 32768 columns", _softmax),
     Launches("cumulative sums of rows of 16384", _rows),
     Launches("cumulative sums of 8 x 1024 columns", _columns),
@@ -176,7 +202,8 @@ LAUNCHES = (  # what takes longest to compile last: ``--prewarm`` begins at the 
     Launches("cumulative sums of 16 long rows", _long_rows),
     Launches("sparse attention, 64 heads of 576 over 2048 entries", _sparse_attention),
     Launches("mHC pre, 4 streams of 7168", _mhc_pre),
-    Launches("linear attention with decays, 16 heads of 128", _linear_attention, 2),
-    Launches("causal attention with a softcap, 16 heads of 128", _softcap),
+    Launches("sums of the columns of causal attention, 16 heads of 128", _column_sums),
+    Launches("linear attention with decays, 16 heads of 128", _linear_attention, 7),
+    Launches("causal attention with a softcap, 16 heads of 128", _softcap, 6),
     Launches("causal attention in a window of 1024, 32 heads of 64", _window, 6),
 )
