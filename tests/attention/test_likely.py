@@ -16,7 +16,7 @@ from inductor_ext.ops import _attention_translate as attention_translate
 from inductor_ext.testing import launches_interpreted
 
 LEAST, INF = torch.finfo(torch.bfloat16).min, float("inf")
-B, HEADS, OWN, SIZE, HEAD = 2, 2, 1, 80, 16
+B, HEADS, OWN, SIZE, HEAD = 1, 2, 1, 80, 16
 
 
 def causal(s, q, k, x):
@@ -48,8 +48,7 @@ def holes(axes):
 
 
 CASES = {
-    "pairs": (causal, "hqk", drawn),
-    "pairs with holes": (causal, "bhqk", holes),
+    "pairs with holes": (causal, "hqk", holes),
     "left padding": (causal, "bk", padded),
     "per row": (causal, "hq", holes),
     "a filled window": (window, "bk", lambda axes: drawn(axes).abs()),
@@ -75,19 +74,22 @@ def test_numbers(name):
     q, do = (torch.randn(B, HEADS, SIZE, HEAD) for _ in range(2))
     k, v = (torch.randn(B, OWN, SIZE, HEAD) for _ in range(2))
     if name == "left padding":
-        do[1, :, :40] = 0  # a loss that leaves padding out
+        do[:, 0, :40] = 0  # a loss that leaves padding out
     leaves = [t.double().requires_grad_() for t in (q, k, v, x)]
     at = torch.arange(SIZE)
     wide_k, wide_v = (t.expand(-1, HEADS, -1, -1) for t in leaves[1:3])
     scores = CASES[name][0](leaves[0] @ wide_k.mT, at[:, None], at[None, :], leaves[3:])
-    expected = torch.softmax(scores.float().double(), -1) @ wide_v
-    expected.backward(do.double())
+    scores = scores.float().double()
+    expected, dlse = torch.softmax(scores, -1) @ wide_v, torch.randn(B, HEADS, SIZE)
+    # torch's own logsumexp has the weight 1 for every key of a row of least numbers.
+    total = (scores - scores.detach().amax(-1, keepdim=True)).exp().sum(-1).log()
+    torch.autograd.backward([expected, total], [do.double(), dlse.double()])
     modules = attention_launch, attention_backward_launch, attention_documents, attention_far
     with launches_interpreted(*modules):
         out, lse = attention_launch.forward(q, k, v, [x], [], program, "ieee")
         *found, (dx,) = attention_backward_launch.backward(
-            do, None, q, k, v, [x], [], program, out, lse, [True] * 3 + [asked], "ieee"
+            do, dlse, q, k, v, [x], [], program, out, lse, [True] * 3 + [asked], "ieee"
         )
     torch.testing.assert_close(out, expected.detach().float(), rtol=0, atol=3e-6)
     for mine, leaf in zip([*found, dx][: 3 + asked], leaves, strict=False):
-        torch.testing.assert_close(mine, leaf.grad.float(), rtol=0, atol=2e-5)
+        torch.testing.assert_close(mine, leaf.grad.float(), rtol=0, atol=4e-6)
