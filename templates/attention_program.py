@@ -80,6 +80,12 @@ class Program:
     likely: Program | None = field(default=None, repr=False)
 
     @property
+    def skips(self) -> bool:
+        """Whether there are tiles that places, or documents, say nothing is kept of."""
+        whole = all((span.lo, span.hi) == ("0", "columns") for span in self.row_spans)
+        return not whole or self.documents is not None
+
+    @property
     def factor(self) -> float | None:
         """The number that ``ds`` is times ``g``, where it is one."""
         return self.scale if self.slope is None else self.slope

@@ -77,7 +77,8 @@ def _program(
     made = _of(builder, keep, score, inputs, numbers, empty, exact)
     if likely is None:
         return made
-    return dataclasses.replace(made, likely=_of(builder, *likely, inputs, numbers, empty, exact))
+    found = _of(builder, *likely, inputs, numbers, empty, exact)
+    return dataclasses.replace(made, likely=found) if found.skips else made
 
 
 def _of(

@@ -66,6 +66,18 @@ def program_of(name, size=SIZE):
     return x, attention_translate.program(text, (Input(x.dtype, axes),), 0, "zero", True)
 
 
+def test_what_skips_nothing_stays_arithmetic():
+    """A mask of padding alone."""
+
+    def fn(s, b, h, q, k, rows, columns, numbers, inputs):
+        return torch.where(inputs[0], s * 0.25, LEAST)
+
+    pad = torch.ones(B, 1, 1, SIZE, dtype=torch.bool)
+    text = attention_score.write(fn, [pad])
+    program = attention_translate.program(text, (Input(torch.bool, "k"),), 0, "zero", True)
+    assert not program.keep and program.likely is None
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name):
     x, program = program_of(name)
