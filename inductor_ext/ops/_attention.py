@@ -60,8 +60,7 @@ def _program(
         found = translate.program(score, inputs, numbers, empty, exact)
     except translate.NoProgram:
         return None
-    likely = found.likely and dataclasses.replace(found.likely, dropout=dropout)
-    return dataclasses.replace(found, dropout=dropout, likely=likely)
+    return dataclasses.replace(found, dropout=dropout)
 
 
 def _axes(x: Tensor) -> str:
