@@ -413,7 +413,7 @@ def _rows_body(program: Program, form: Form, masked: str) -> str:
     for i in form.dq:
         lines.append(f"dq{i} = tl.dot(narrow_ds, key{i}, dq{i}{options})")
     if form.inputs:
-        lines += [_summed("sum", form), "sum_g += tl.sum(g, 1)"]
+        lines += [_summed("sum", form), "sum_g += tl.sum(g, 1)", "sum_p += tl.sum(p, 1)"]
         lines += ["g = p", program.gradient, _summed("weight", form)]
     return joined(*lines)
 
@@ -454,8 +454,10 @@ def _corrected(form: Form) -> str:
 
     delta is made of an output that was rounded, an error that all of a row shares, which averages
     out in sums along other axes. Here the sum of p dP - delta, which is dlse, tells it, and a
-    gradient is linear in g: that of g = p says what the error has added."""
-    lines = ["off = tl.load(lse_grad_ptr + row_at + at) - sum_g"]
+    gradient is linear in g: that of g = p says what the error has added. Rows far from 0 have p and
+    1 / dlse times the sum of p."""
+    lines = ["off = tl.load(lse_grad_ptr + row_at + at) * sum_p - sum_g"]
+    lines.append("off = off / tl.where(sum_p > 0, sum_p, 1.0)")
     lines += [f"sum{i} += off * weight{i}" for i in form.inputs]
     lines += [f"tl.store(sum{i}_ptr + row_at + at, sum{i})" for i in form.inputs]
     return joined("at = q_start + tl.arange(0, BLOCK_M)", *lines) if form.inputs else ""
@@ -484,7 +486,7 @@ def _rows(program: Program, form: Form) -> str:
     over = loops(program.row_spans, "k", "columns", "BLOCK_N", hull=documents)
     ends = []
     sums = [f"{name}{i}" for i in form.inputs for name in ("sum", "weight")]
-    sums += ["sum_g"] if sums else []
+    sums += ["sum_g", "sum_p"] if sums else []
     if form.dq:
         result = Operand("dq", form.head)
         factor = _ds_factor(program)

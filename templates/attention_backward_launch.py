@@ -185,7 +185,8 @@ class _Backward:
         self.dlse = self.fp32(*q.shape[:2], self.padded) if keep_dlse else None
         if attention_far.applies(program):
             shift, factor = self._far(lse.contiguous())
-            self.do = (self.do * factor.unsqueeze(-1)).to(self.do.dtype)
+            scaled = torch.empty_like(self.do)  # in one pass, rounded once
+            self.do = torch.mul(self.do, factor.unsqueeze(-1), out=scaled)
             dlse = None if dlse is None else dlse * factor
             self._statistics(dense(out), lse.contiguous(), dlse)
             self.delta[1][..., : self.rows].copy_(shift)

@@ -36,6 +36,7 @@ from ._attention_spans import spans
 
 aten = torch.ops.aten
 _LARGEST = float(torch.finfo(torch.float32).max)
+_FAR = 4096.0  # beyond which numbers are meant as masks
 _SIZES = {"b": 2, "h": 3, "q": 5, "k": 7}  # of the meta tensors that values are typed with
 
 
@@ -316,7 +317,21 @@ def _product(number: float, factor: float) -> float:
     product = number * factor
     if abs(number) == float("inf"):
         return product
+    if factor == LOG2E and abs(number) > _FAR:  # as a tensor's element is multiplied, to be equal
+        product = _towards_zero(_narrow(number) * _narrow(factor))
     return max(-_LARGEST, min(product, _LARGEST))
+
+
+def _narrow(number: float) -> float:
+    """In fp32, rounded to nearest."""
+    return float(struct.unpack("f", struct.pack("f", max(-_LARGEST, min(number, _LARGEST))))[0])
+
+
+def _towards_zero(number: float) -> float:
+    """In fp32, rounded towards 0."""
+    (bits,) = struct.unpack("I", struct.pack("f", nearest := _narrow(number)))
+    beyond = abs(nearest) > abs(number)
+    return float(struct.unpack("f", struct.pack("I", bits - beyond))[0])
 
 
 def _is_input(value: Value) -> bool:
