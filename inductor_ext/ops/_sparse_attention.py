@@ -18,6 +18,8 @@ from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.templates import sparse_attention_launch as kernels
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_WHOLE = (int, torch.SymInt)
+_NUMBERS = (*_WHOLE, float, torch.SymFloat)
 _GATHERED = 1 << 26  # numbers that the composed form gathers at once
 
 
@@ -187,6 +189,13 @@ _attention.register_autograd(_grad, setup_context=_setup)
 
 
 def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int) -> None:
+    for name, t in (("q", q), ("kv", kv), ("indices", indices)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} is expected as a tensor, got {type(t).__name__}")
+    for name, n, kinds in (("scale", scale, _NUMBERS), ("d_v", d_v, _WHOLE)):
+        if not isinstance(n, kinds) or isinstance(n, bool):
+            said = "a number" if kinds is _NUMBERS else "a whole number"
+            raise TypeError(f"{name} is expected as {said}, got {type(n).__name__}")
     if q.dim() not in (3, 4):
         raise ValueError(f"q is expected as [T, H, D] or [B, T, H, D], got {list(q.shape)}")
     if q.dtype not in _DTYPES:

@@ -180,6 +180,10 @@ BAD = {
     "indices is expected as [2, K]": {"indices": torch.zeros(3, 5, dtype=torch.int32)},
     "d_v is expected between 1 and D = 8": {"d_v": 9},
     "scale is expected as a finite number": {"scale": math.inf},
+    "kv is expected as a tensor, got list": {"kv": [[0.0]]},
+    "scale is expected as a number, got NoneType": {"scale": None},
+    "scale is expected as a number, got bool": {"scale": True},
+    "d_v is expected as a whole number, got float": {"d_v": 4.0},
 }
 
 
