@@ -8,6 +8,7 @@ value too.
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.templates import sparse_attention_launch as kernels
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_WHOLE = (int, torch.SymInt)
-_NUMBERS = (*_WHOLE, float, torch.SymFloat)
+_WHOLE = (numbers.Integral, torch.SymInt)
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 _GATHERED = 1 << 26  # numbers that the composed form gathers at once
 
 
