@@ -111,6 +111,21 @@ def test_slices():
         assert (lse - outs[0][1]).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("batch", "keys", "programs"),
+    [(1, 16384, 128), (1, 16383, 128), (1, 600, 24), (16, 8192, 128), (64, 2048, 256),
+     (6, 8192, 132), (1, 64, 8)],
+)  # fmt: skip
+def test_programs_keep_to_heads(batch, keys, programs, monkeypatch):
+    """Of 132 or 264; not where more than an eighth of them would be idle."""
+    monkeypatch.undo()
+    grids = []
+    monkeypatch.setattr(launch, "launched", lambda *x: grids.append(x[-1]) or (lambda **_: None))
+    q, k = meta(batch, 64, 1, 128), meta(batch, 8, keys, 128)
+    launch.decode(q, k, k, [], [], reference.plain(0.1).program, "ieee")
+    assert grids == [(programs,), (64 * batch,)]
+
+
 @pytest.mark.parametrize("page_size", [0, 16, 32, 48, 64])
 @pytest.mark.parametrize("lengths", [[0, 1, 150, 33, 0], [300, 0, 5, 64, 299], [0] * 5])
 def test_ragged_and_paged(page_size, lengths):
