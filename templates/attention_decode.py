@@ -107,7 +107,7 @@ return j, tl.where(j < batches, blocks({called}), 0)"""
 
 def _total(layout: Layout, numbers: str) -> str:
     """``total``: blocks of all; ``slices``: programs that have some; ``per``, ``rest``: slice i has
-    ``per`` of them, and one more where i < rest. Apart: the slices of a head; ``many``: programs."""
+    ``per`` of them, and one more where i < rest. Apart, all of a head; ``many``: its programs."""
     if layout.apart:
         return f"""each = blocks(capacity, rows, {numbers}BLOCK)
 many = programs // (batches * kv_heads)
