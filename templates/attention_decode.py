@@ -6,12 +6,9 @@
 All query rows of a KV head (its group of heads times the rows of the query) are one tile. The keys
 that any of them may keep are cut into blocks; the blocks of all KV heads of all sequences, each of
 the sequence's own length, stand in one line that is cut into equal slices, one per program. So
-programs end together whatever the lengths are. Where all have one length and the programs are a
-multiple of the heads, each head is cut by itself ("apart"): a program that goes from one head to
-the next has no keys on the way meanwhile, and the others wait for it. A program's part of one head
-has the slot "program + head" of the workspace, which no other pair has since both only grow along
-the line; the merge finds the slots of a head by the same arithmetic. No atomics: the same bits
-every run.
+programs end together whatever the lengths are. A program's part of one head has the slot
+"program + head" of the workspace, which no other pair has since both only grow along the line;
+the merge finds the slots of a head by the same arithmetic. No atomics: the same bits every run.
 
 Both kernels wait for the one in front of them before they read any memory, and no sooner. Asking
 for the first keys in L2 ahead of the queries was slower (``cp.async.bulk.prefetch`` by rows).
@@ -35,15 +32,13 @@ class Layout:
     """What a kernel is generated for. ``dim``, ``value_dim``: sizes of a head of k and of v.
     ``ragged``: sequences have lengths. ``pages``: "" where k and v are [B, Hkv, Sk, D]; else they
     are pages found by a table, and a block of keys lies in "one" of them or in "many".
-    ``keys_first``: tiles are keys x rows, so that the keys fill the 64 rows of a wgmma. ``apart``:
-    every head, all of one length, has programs of its own."""
+    ``keys_first``: tiles are keys x rows, so that the keys fill the 64 rows of a wgmma."""
 
     dim: int
     value_dim: int
     ragged: bool = False
     pages: str = ""
     keys_first: bool = False
-    apart: bool = False
 
 
 def _numbers(program: Program) -> list[str]:
@@ -107,13 +102,7 @@ return j, tl.where(j < batches, blocks({called}), 0)"""
 
 def _total(layout: Layout, numbers: str) -> str:
     """``total``: blocks of all; ``slices``: programs that have some; ``per``, ``rest``: slice i has
-    ``per`` of them, and one more where i < rest. Apart, all of a head; ``many``: its programs."""
-    if layout.apart:
-        return f"""each = blocks(capacity, rows, {numbers}BLOCK)
-many = programs // (batches * kv_heads)
-slices = tl.maximum(tl.minimum(many, each // LEAST), 1)
-per = each // slices
-rest = each % slices"""
+    ``per`` of them, and one more where i < rest."""
     if layout.ragged:
         counted = f"""total = 0
 for i in range(0, batches, 128):
@@ -129,21 +118,9 @@ per = total // slices
 rest = total % slices"""
 
 
-def _slice(layout: Layout) -> str:
-    """``at``, ``end``: the blocks of a program."""
-    if layout.apart:
-        return """which = program % many
-at = program // many * each + which * per + tl.minimum(which, rest)
-end = tl.where(which < slices, at + per + (which < rest).to(tl.int32), at)"""
-    return """at = program * per + tl.minimum(program, rest)
-end = tl.where(program < slices, at + per + (program < rest).to(tl.int32), at)"""
-
-
 def _first(layout: Layout, numbers: str) -> str:
     """``head``: the KV head, counted over all sequences, of block ``at``; ``before``: blocks in
     front of it."""
-    if layout.apart:
-        return "head = program // many\nbefore = head * each"
     if not layout.ragged:
         return "head = at // tl.maximum(each, 1)\nbefore = head * each"
     return f"""sequence = 0
@@ -388,7 +365,8 @@ def _decode(program: Program, layout: Layout, numbers: str) -> str:
         "program = tl.program_id(0)",
         "programs = tl.num_programs(0)",
         _total(layout, numbers),
-        _slice(layout),
+        "at = program * per + tl.minimum(program, rest)",
+        "end = tl.where(program < slices, at + per + (program < rest).to(tl.int32), at)",
         _first(layout, numbers),
         "packed = tl.arange(0, ROWS)",
         "row = packed // group",
@@ -399,18 +377,6 @@ def _decode(program: Program, layout: Layout, numbers: str) -> str:
         "" if layout.ragged else wait,
     ]
     return joined(*lines)
-
-
-def _slots(layout: Layout) -> str:
-    """``lowest``, ``count``: the programs that have a part of the head."""
-    if layout.apart:
-        return "lowest = head * many\ncount = tl.where(found > 0, slices, 0)"
-    return """wide = rest * (per + 1)
-start = before
-end = before + found - 1
-lowest = tl.where(start < wide, start // (per + 1), rest + (start - wide) // tl.maximum(per, 1))
-most = tl.where(end < wide, end // (per + 1), rest + (end - wide) // tl.maximum(per, 1))
-count = tl.where(found > 0, most - lowest + 1, 0)"""
 
 
 def _merge(program: Program, layout: Layout, numbers: str) -> str:
@@ -434,7 +400,12 @@ inner = head % kv_heads
 {_columns(layout)}
 {_total(layout, numbers)}
 {counted}
-{_slots(layout)}
+wide = rest * (per + 1)
+start = before
+end = before + found - 1
+lowest = tl.where(start < wide, start // (per + 1), rest + (start - wide) // tl.maximum(per, 1))
+most = tl.where(end < wide, end // (per + 1), rest + (end - wide) // tl.maximum(per, 1))
+count = tl.where(found > 0, most - lowest + 1, 0)
 d = tl.arange(0, WIDE)
 {"" if layout.ragged else wait}
 top = tl.full([], -float('inf'), tl.float32)

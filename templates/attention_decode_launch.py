@@ -73,16 +73,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _whole_heads(programs: int, most: int, lines: int) -> int:
-    """Programs, ``most`` at most, for ``lines`` heads of one length: so many that none ends in the
-    middle of a head and goes on in another, if it takes an eighth off at most."""
-    parts, turns = triton.cdiv(programs, lines), triton.cdiv(lines, programs)
-    if parts * lines <= most:
-        return parts * lines  # those that have not enough blocks end at once
-    fewer = programs // lines * lines or (lines // turns if lines % turns == 0 else 0)
-    return fewer if 8 * fewer >= 7 * programs else programs
-
-
 def _dense(t: torch.Tensor, keys: int) -> torch.Tensor:
     """Memory whose last dimension is dense, with rows of dimension ``keys`` near enough for 31 bits
     in a block."""
@@ -133,16 +123,14 @@ def decode(
         lines=lines, keys=capacity, of="pages" if paged else "keys",
     )  # fmt: skip
     pages = "" if not paged else "many" if page_size % chosen.block else "one"
+    layout = attention_decode.Layout(
+        dim, value_dim, lengths is not None, pages, chosen.keys_first and q.itemsize == 2
+    )
+    decode_kernel, merge_kernel = attention_decode.kernels(program, layout)
+
     whole = lines * triton.cdiv(capacity, chosen.block)
     most = chosen.programs or chosen.per_sm * _processors(q.device)
     programs = max(min(most, whole // chosen.least), 1)
-    if lengths is None:
-        programs = _whole_heads(programs, most, lines)
-    apart = lengths is None and programs % lines == 0
-    layout = attention_decode.Layout(
-        dim, value_dim, lengths is not None, pages, chosen.keys_first and q.itemsize == 2, apart
-    )
-    decode_kernel, merge_kernel = attention_decode.kernels(program, layout)
     slots = (programs + lines) * rows * group
     partial = torch.empty((slots, value_dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((slots, 2), dtype=torch.float32, device=q.device)
@@ -172,8 +160,7 @@ def decode(
         PRECISION=_precision(q.dtype, precision), num_warps=chosen.warps,
     )  # fmt: skip
     given = {n: values[n] for n in attention_decode.merge_arguments(program, layout)}
-    expected = programs // lines if apart else min(programs, programs // lines + 2)
-    expected = triton.next_power_of_2(expected)
+    expected = triton.next_power_of_2(min(programs, programs // lines + 2))
     launched(merge_kernel, wrap_triton(merge_kernel), q, (lines * group * rows,))(
         **given, **common, SLOTS=max(2, min(expected, 64)),
         WIDE=triton.next_power_of_2(value_dim), num_warps=4 if expected > 8 else 1,

@@ -81,16 +81,6 @@ else:
     tl.store(stats + 1, sums, mask=real)
 {results}"""
 
-
-def _apart(names: list[str]) -> str:
-    """The sum of products that stay chains of their own, which don't wait for one another: the
-    compiler makes one chain of all that are added, but not of what is subtracted."""
-    if len(names) == 1:
-        return names[0]
-    half = (len(names) + 1) // 2
-    return f"({_apart(names[:half])} - (0.0 - {_apart(names[half:])}))"
-
-
 _RESULT = """if SPLITS == 1:
     o{n} = tl.where((sums == 0.0)[None, :], 0.0, o{n} / sums[None, :])
 tl.store(place + d{n}[:, None], o{n}.to(OUT.dtype.element_ty), mask=real[None, :])"""
@@ -124,7 +114,7 @@ def gather_kernel(value: int, rest: int, width: int) -> Any:
             "k{n} = tl.load(entry + d{n}[None, :], mask=there[:, None], other=0.0)", every
         ),
         scores=lines("s{n} = tl.dot(k{n}, tl.trans(q{n}), input_precision=PRECISION)", every),
-        sum=_apart([f"s{n}" for n in every]),
+        sum=" + ".join(f"s{n}" for n in every),
         values=lines(
             "o{n} = o{n} * faded[None, :]\n"
             "    o{n} = tl.dot(tl.trans(k{n}), narrow, o{n}, input_precision=PRECISION)",

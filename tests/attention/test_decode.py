@@ -90,8 +90,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_scores(name, keys_first):
     tensors = reference.draw(2, 2, 4, 2, 157, 32, BF16)
-    programs = 8 if keys_first else 5  # heads have their own; or not
-    check(KINDS[name], tensors, chosen=tile(keys_first=keys_first, programs=programs))
+    check(KINDS[name], tensors, chosen=tile(keys_first=keys_first))
 
 
 @pytest.mark.parametrize("Sk", [1, 31, 257])
@@ -110,21 +109,6 @@ def test_slices():
     for out, lse in outs[1:]:
         assert (out - outs[0][0]).norm() <= 1e-6 * out.norm()
         assert (lse - outs[0][1]).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("batch", "keys", "programs"),
-    [(1, 16384, 128), (1, 16383, 128), (1, 600, 24), (16, 8192, 128), (64, 2048, 256),
-     (6, 8192, 132), (1, 64, 8)],
-)  # fmt: skip
-def test_programs_keep_to_heads(batch, keys, programs, monkeypatch):
-    """Of 132 or 264; not where more than an eighth of them would be idle."""
-    monkeypatch.undo()
-    grids = []
-    monkeypatch.setattr(launch, "launched", lambda *x: grids.append(x[-1]) or (lambda **_: None))
-    q, k = meta(batch, 64, 1, 128), meta(batch, 8, keys, 128)
-    launch.decode(q, k, k, [], [], reference.plain(0.1).program, "ieee")
-    assert grids == [(programs,), (64 * batch,)]
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 32, 48, 64])
