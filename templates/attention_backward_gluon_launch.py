@@ -30,7 +30,7 @@ from .attention_gluon_launch import (
 from .attention_program import LOG2E, Program
 from .tilings import tunable
 
-PARTS = {"keys": "k", "rows": "q"}  # the axis that a kernel's programs lie along
+PARTS = {"keys": "k", "columns": "k", "rows": "q"}  # the axis that a kernel's programs lie along
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import (
     attention_columns,
+    attention_columns_gluon_launch,
     attention_documents,
     attention_forward,
     attention_gluon_launch,
@@ -177,6 +178,12 @@ def columns_tiling(dtype: torch.dtype, d: int, rows: int = FEW + 1) -> Tiling:
     return Tiling(few, 64, 4, 4) if rows <= FEW and d <= 128 else Tiling(64, 64, 4, 2)
 
 
+def columns_by_gluon(q: Tensor, k: Tensor, lse: Tensor, program: Program) -> bool:
+    """Whether the sums over all rows are made by ``attention_columns_gluon``."""
+    pays = attention_gluon_launch.pays(q, k, k)
+    return pays and attention_columns_gluon_launch.takes(q, k, lse, program)
+
+
 def columns(
     q: Tensor, k: Tensor, lse: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
     program: Program, precision: str, first_row: int, chosen: Tiling | None = None,
@@ -196,6 +203,8 @@ def columns(
     if first_row >= rows:
         return sums.zero_()
     first_row = max(first_row, 0)
+    if chosen is None and not first_row and columns_by_gluon(q, k, lse, program):
+        return attention_columns_gluon_launch.columns(q, k, lse, inputs, numbers, program)
     chosen = chosen or columns_tiling(q.dtype, d, rows - first_row, keys=size, heads=batch * heads)
     q, k, lse = dense(q), dense(k), lse.contiguous()
     described = describable(program, inputs)

@@ -46,7 +46,7 @@ q_at = Q + b * q_b + t * q_t + (head * q_h)[:, None]
 {queries}
 outside = tl.zeros([BLOCK], tl.int32)
 m = tl.full([HEADS], -float("inf"), tl.float32)
-sums = tl.zeros([HEADS], tl.float32)
+sums = tl.zeros([BLOCK, HEADS], tl.float32)
 {zeros}
 for i in tl.range(first, last, BLOCK, num_stages=STAGES):
     at = coming
@@ -62,10 +62,12 @@ for i in tl.range(first, last, BLOCK, num_stages=STAGES):
     shift = tl.where(higher == -float("inf"), 0.0, higher)
     p = tl.exp2(r - shift[None, :])
     faded = tl.exp2(m - shift)
-    sums = sums * faded + tl.sum(p, 0)
+    sums = sums * faded[None, :] + p
     m = higher
     narrow = p.to(KV.dtype.element_ty)
     {values}
+# Over warps only once.
+sums = tl.sum(sums, 0)
 # An index that no entry has: the token's result is NaN.
 astray = tl.max(outside, 0) + tl.max(((named < -1) | (named >= entries)).to(tl.int32), 0)
 sums = tl.where(astray > 0, float("nan"), sums)
@@ -111,7 +113,6 @@ def gather_kernel(value: int, rest: int, width: int) -> Any:
         keys=lines(
             "k{n} = tl.load(entry + d{n}[None, :], mask=there[:, None], other=0.0)", every
         ),
-        # Sums of their own: each is a chain of products that wait for one another.
         scores=lines("s{n} = tl.dot(k{n}, tl.trans(q{n}), input_precision=PRECISION)", every),
         sum=" + ".join(f"s{n}" for n in every),
         values=lines(

@@ -107,7 +107,8 @@ def attend(
         num_warps=chosen.warps, **common,
     )  # fmt: skip
     if splits > 1:
-        columns = min(dv, 128)
+        # A program for each whole result, where that is still one for each multiprocessor or so.
+        columns = dv if lines * heads >= 128 else min(dv, 128)
         grid = (lines * heads * (dv // columns),)
         launched(merge_kernel, wrap_triton(merge_kernel), q, grid)(
             into, stats, out, lse, tokens, heads, *strides, COLUMNS=columns,

@@ -8,6 +8,7 @@ value too.
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.templates import sparse_attention_launch as kernels
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_WHOLE = (numbers.Integral, torch.SymInt)
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 _GATHERED = 1 << 26  # numbers that the composed form gathers at once
 
 
@@ -187,6 +190,13 @@ _attention.register_autograd(_grad, setup_context=_setup)
 
 
 def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int) -> None:
+    for name, t in (("q", q), ("kv", kv), ("indices", indices)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} is expected as a tensor, got {type(t).__name__}")
+    for name, n, kinds in (("scale", scale, _NUMBERS), ("d_v", d_v, _WHOLE)):
+        if not isinstance(n, kinds) or isinstance(n, bool):
+            said = "a number" if kinds is _NUMBERS else "a whole number"
+            raise TypeError(f"{name} is expected as {said}, got {type(n).__name__}")
     if q.dim() not in (3, 4):
         raise ValueError(f"q is expected as [T, H, D] or [B, T, H, D], got {list(q.shape)}")
     if q.dtype not in _DTYPES:

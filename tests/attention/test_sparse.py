@@ -132,17 +132,17 @@ def test_entries_beside_it_are_not_read():
 
 
 def test_gradients():
-    q, kv, indices = draw(3, 2, 6, 9, 5, FP64)
+    q, kv, indices = draw(3, 2, 4, 6, 5, FP64)
     indices[1] = -1
     q, kv = q.requires_grad_(), kv.requires_grad_()
 
     def fn(q, kv):
-        out, lse = ops.sparse_attention(q, kv, indices, scale=0.5, d_v=4, return_lse=True)
+        out, lse = ops.sparse_attention(q, kv, indices, scale=0.5, d_v=3, return_lse=True)
         return out, lse[[0, 2]]
 
     assert torch.autograd.gradcheck(fn, (q, kv))
     assert torch.autograd.gradgradcheck(fn, (q, kv))
-    torch.autograd.grad(ops.sparse_attention(q, kv, indices, scale=0.5, d_v=4).sum(), q)
+    torch.autograd.grad(ops.sparse_attention(q, kv, indices, scale=0.5, d_v=3).sum(), q)
 
 
 def test_registration():
@@ -180,6 +180,10 @@ BAD = {
     "indices is expected as [2, K]": {"indices": torch.zeros(3, 5, dtype=torch.int32)},
     "d_v is expected between 1 and D = 8": {"d_v": 9},
     "scale is expected as a finite number": {"scale": math.inf},
+    "kv is expected as a tensor, got list": {"kv": [[0.0]]},
+    "scale is expected as a number, got NoneType": {"scale": None},
+    "scale is expected as a number, got bool": {"scale": True},
+    "d_v is expected as a whole number, got float": {"d_v": 4.0},
 }
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from inductor_ext.templates import attention_backward_gluon_launch as backward
+from inductor_ext.templates import attention_columns_gluon_launch as column_sums
 from inductor_ext.templates import attention_gluon_launch as launch
 from inductor_ext.templates.attention_program import Input, Program, Span
 
@@ -13,6 +14,7 @@ from inductor_ext.ops._attention_score import positions, read, write
 from inductor_ext.ops._attention_translate import program
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "attention"))
+from backward_programs import attention
 from hopper_gradients import NAMES, Problem
 from score_ways import INF, SCORES, made, score, tensors
 
@@ -184,3 +186,23 @@ def test_gradients_of_pairs(poison):
     assert ((runs[0][1] - right).norm() / right.norm()).item() <= 5e-3
     expected = problem.right[0][:, 1:3]
     assert ((runs[0][0] - expected).norm() / expected.norm()).item() <= 5e-3
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "slot bias"])
+def test_column_sums(name, poison):
+    """Of all rows and the heads of a group: by fp64, and the same bits in every run."""
+    with torch.device("cuda"):
+        problem = Problem(name, 2, 8, 2, 1032, 1030, 128, 64)
+        every = torch.eye(1030, dtype=torch.float64).expand(2, 2, 1030, 1030)
+        q, k = problem.q.double(), problem.k.double()
+        wide = [x.double() for x in problem.inputs]
+        weights, lse = attention(problem.score, q, k, every, wide)
+    right = weights.sum(2).unflatten(1, (2, 4)).sum(2)
+    runs = []
+    for _ in range(3):
+        poison()
+        given = problem.q, problem.k, lse.float(), problem.inputs
+        score = problem.score
+        runs.append(column_sums.columns(*given, score.numbers, score.program))
+    assert (runs[0] - right).abs().max() <= 1e-5 * right.max()
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])

@@ -1,0 +1,275 @@
+"""Column sums of attention's weights for Hopper: copies and products by warps of their own.
+
+    sums[b, g, k] = sum over heads of group g and rows q of 2^(r[q, k] - lse2[q])
+
+A tile is KEYS keys of each of CONSUMERS consumers, against all the query rows that its span names,
+of all heads of a group. One warp copies blocks of ROWS rows of q, with their log-sum-exp, into a
+ring of STAGES places in shared memory. A consumer holds its rows of k there; the scores of a block,
+[keys, rows], are made while it takes the exponentials of the one before, which it adds up over the
+rows of a block only at the end. Values are not read. Deterministic.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .attention_gluon_parts import (
+    SCORED,
+    along_rows,
+    block_of,
+    blocks_of,
+    keep,
+    load,
+    masked_block,
+    place_in_ring,
+    score,
+    tell,
+    tile_of,
+    told,
+    whole_block,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def produce(sources, shared, DYNAMIC: gl.constexpr):
+    """Start all copies into shared memory, and tell the consumers which tile follows."""
+    q_desc, k_desc, lse_desc, counter = sources
+    buffers, barriers, sizes, numbers, _inputs = shared
+    k_buffers, q_buffers, lse_buffers, tile_buffers = buffers
+    held_ready, held_empty, ready, empty, tile_ready, tile_empty = barriers
+    tiles, heads, sections, key_tiles, kv_heads, group, rows, columns = sizes
+    CONSUMERS: gl.constexpr = k_buffers.shape[0]
+    KEYS: gl.constexpr = k_buffers.shape[3]
+    STAGES: gl.constexpr = q_buffers.shape[0]
+    ROWS: gl.constexpr = q_buffers.shape[3]
+    BYTES: gl.constexpr = q_desc.block_type.nbytes + lse_desc.block_type.nbytes
+    count = 0
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        if DYNAMIC:
+            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+            mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+            tell(tile_buffers.index(turn & 1), following)
+            mbarrier.arrive(tile_ready.index(turn & 1), count=1)
+        else:
+            following = tile + gl.num_programs(0)
+        last, head = tile_of(tile, heads, sections, key_tiles)
+        key_tile = key_tiles - 1 - last  # a causal mask's longest tiles are the first ones
+        b = head // kv_heads
+        kv = head % kv_heads
+        masked, whole, found = blocks_of(
+            key_tile, KEYS * CONSUMERS, ROWS, b, kv, columns, rows, numbers, ()
+        )
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(held_empty.index(c), (turn & 1) ^ 1)
+            mbarrier.expect(held_ready.index(c), k_desc.block_type.nbytes)
+            at = (key_tile * CONSUMERS + c) * KEYS
+            load(k_desc, [b, kv, at, 0], held_ready.index(c), k_buffers.index(c))
+        turn += 1
+        for member in range(0, group):
+            h = kv * group + member
+            for i in range(0, masked + whole):
+                q0 = block_of(i, masked, found) * ROWS
+                place = place_in_ring(count, ready, empty, BYTES, STAGES)
+                load(q_desc, [b, h, q0, 0], ready.index(place), q_buffers.index(place))
+                load(lse_desc, [b, h, 0, q0], ready.index(place), lse_buffers.index(place))
+                count += 1
+        tile = following
+
+
+@gluon.jit
+def scores_of(k_buffer, q_buffers, ready, count, S_LAYOUT: gl.constexpr):
+    """Start the scores of the ``count``-th block, [KEYS, ROWS]."""
+    STAGES: gl.constexpr = q_buffers.shape[0]
+    ROWS: gl.constexpr = q_buffers.shape[3]
+    KEYS: gl.constexpr = k_buffer.shape[0]
+    ring = count % STAGES
+    mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
+    q = q_buffers.index(ring).reshape((ROWS, q_buffers.shape[4])).permute((1, 0))
+    s = gl.zeros((KEYS, ROWS), gl.float32, layout=S_LAYOUT)
+    return warpgroup_mma(k_buffer, q, s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def step(
+    k_buffer, shared, state, count, end, scale, place, fixed, q0, MASKED: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A block of rows whose scores are there, beside the scores of the next one."""
+    buffers, barriers, sizes, numbers, _inputs = shared
+    _k_buffers, q_buffers, lse_buffers, _told = buffers
+    _held_ready, _held_empty, ready, empty, _tile_ready, _tile_empty = barriers
+    _tiles, _heads, _sections, _key_tiles, _kv_heads, _group, rows, columns = sizes
+    weights, s = state
+    STAGES: gl.constexpr = q_buffers.shape[0]
+    ROWS: gl.constexpr = q_buffers.shape[3]
+    b, h, k = place
+    ring = count % STAGES
+    # Behind the last block its own scores once more, which nobody reads.
+    following = scores_of(k_buffer, q_buffers, ready, gl.minimum(count + 1, end), S_LAYOUT)
+    lse = lse_buffers.index(ring).reshape((ROWS,)).load(gl.SliceLayout(0, S_LAYOUT))
+    # Finite, so that a row that keeps nothing, whose scores are -inf, adds nothing.
+    shift = gl.expand_dims(gl.where(lse < -2e38, -3e38, lse * LOG2E), 0)
+    q = gl.expand_dims(q0 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
+    if SCORED:
+        s = score(s, q, k, b, h, rows, columns, numbers, fixed, ())
+    else:
+        s = s * scale
+    if MASKED:
+        kept = keep(q, k, b, h, rows, columns, numbers, fixed, ()) & (q < rows)
+        s = gl.where(kept, s, float("-inf"))
+    weights += gl.exp2(s - shift)
+    following = warpgroup_mma_wait(0, deps=[following])
+    mbarrier.arrive(empty.index(ring), count=1)
+    return weights, following
+
+
+@gluon.jit
+def consume(results, shared, DYNAMIC: gl.constexpr, WHICH: gl.constexpr):
+    """KEYS keys of every tile of a program: products, exponentials, sums."""
+    sums, scale = results
+    buffers, barriers, sizes, numbers, inputs = shared
+    k_buffers, q_buffers, _lse_buffers, tile_buffers = buffers
+    held_ready, held_empty, ready, _empty, tile_ready, tile_empty = barriers
+    tiles, heads, sections, key_tiles, kv_heads, group, rows, columns = sizes
+    CONSUMERS: gl.constexpr = k_buffers.shape[0]
+    KEYS: gl.constexpr = k_buffers.shape[3]
+    D: gl.constexpr = k_buffers.shape[4]
+    ROWS: gl.constexpr = q_buffers.shape[3]
+    WARPS: gl.constexpr = [KEYS // 16, 1]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, ROWS, 16])
+
+    k_buffer = k_buffers.index(WHICH).reshape((KEYS, D))
+    count = 0
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        last, head = tile_of(tile, heads, sections, key_tiles)
+        key_tile = key_tiles - 1 - last
+        b = head // kv_heads
+        kv = head % kv_heads
+        masked, whole, found = blocks_of(
+            key_tile, KEYS * CONSUMERS, ROWS, b, kv, columns, rows, numbers, ()
+        )
+        k0 = (key_tile * CONSUMERS + WHICH) * KEYS
+        k = k0 + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+        # Keys that do not exist read the last one's inputs.
+        near = gl.minimum(gl.expand_dims(k, 1), columns - 1)
+        end = count + group * (masked + whole) - 1
+
+        mbarrier.wait(held_ready.index(WHICH), turn & 1)
+        s = scores_of(k_buffer, q_buffers, ready, count, S_LAYOUT)
+        s = warpgroup_mma_wait(0, deps=[s])
+        weights = gl.zeros((KEYS, ROWS), gl.float32, layout=S_LAYOUT)
+        for member in range(0, group):
+            h = kv * group + member
+            fixed = along_rows(inputs, b, h, near)
+            place = (b, h, gl.expand_dims(k, 1))
+            for i in range(0, masked):
+                weights, s = step(
+                    k_buffer, shared, (weights, s), count, end, scale, place, fixed,
+                    masked_block(i, found) * ROWS, True, S_LAYOUT,
+                )  # fmt: skip
+                count += 1
+            for i in range(0, whole):
+                weights, s = step(
+                    k_buffer, shared, (weights, s), count, end, scale, place, fixed,
+                    whole_block(i, found) * ROWS, False, S_LAYOUT,
+                )  # fmt: skip
+                count += 1
+        mbarrier.arrive(held_empty.index(WHICH), count=1)
+        if DYNAMIC:
+            mbarrier.wait(tile_ready.index(turn & 1), (turn >> 1) & 1)
+            tile = told(tile_buffers.index(turn & 1), KEYS // 16)
+            mbarrier.arrive(tile_empty.index(turn & 1), count=1)
+        else:
+            tile += gl.num_programs(0)
+        turn += 1
+        at = gl.cast(head, gl.int64) * columns + k
+        gl.store(sums + at, gl.sum(weights, 1), mask=k < columns)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tiles",
+        "heads",
+        "sections",
+        "key_tiles",
+        "kv_heads",
+        "group",
+        "rows",
+        "columns",
+    ]
+)
+def attention_columns_gluon(
+    q_desc, k_desc, lse_desc, sums, counter, tiles, heads, sections, key_tiles, kv_heads, group,
+    scale, rows, columns, numbers, inputs,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    D: gl.constexpr = k_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    k_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, KEYS, D], k_desc.layout)
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, ROWS], lse_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
+    held_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    held_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(held_ready.index(c), count=1)
+        mbarrier.init(held_empty.index(c), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(2):
+        mbarrier.init(tile_ready.index(i), count=1)
+        mbarrier.init(tile_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+
+    shared = (
+        (k_buffers, q_buffers, lse_buffers, tile_buffers),
+        (held_ready, held_empty, ready, empty, tile_ready, tile_empty),
+        (tiles, heads, sections, key_tiles, kv_heads, group, rows, columns),
+        numbers,
+        inputs,
+    )
+    results = (sums, scale)
+    sources = (q_desc, k_desc, lse_desc, counter)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (results, shared, DYNAMIC, 0)),
+                (consume, (results, shared, DYNAMIC, 1)),
+                (produce, (sources, shared, DYNAMIC)),
+            ],
+            [KEYS // 16, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (results, shared, DYNAMIC, 0)),
+                (consume, (results, shared, DYNAMIC, 1)),
+                (consume, (results, shared, DYNAMIC, 2)),
+                (produce, (sources, shared, DYNAMIC)),
+            ],
+            [KEYS // 16, KEYS // 16, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
