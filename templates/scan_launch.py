@@ -252,23 +252,30 @@ def plan(
     if not axis:
         pieces = _pieces(program, choice)
         constants |= {"PIECES": pieces, "RUN": choice.time // pieces}
-        constants |= {"PARTS": choice.parts} if choice.group else {"STAGES": 1 + choice.ahead}
+        if choice.group:
+            choice = replace(choice, parts=choice.parts if pieces < choice.time else 1)
+            constants["PARTS"] = choice.parts
+        constants["STAGES"] = 1 + choice.ahead
     if "PIECE" in scan_text.constants_of(program, layout):
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
     if choice.group:
         constants["GROUP"] = choice.group
-        constants["PATIENCE"] = scan.PATIENCE
+        if axis:
+            constants["PATIENCE"] = scan.PATIENCE
         constants["DEPTH"] = choice.depth
         if layout.ahead:
             constants["FETCH"] = choice.fetch
-        few = (choice.depth + 3) * choice.group
-        constants["WINDOW"] = _power(max(few + 8, 64 * choice.warps // choice.lanes))
-        constants["SUPERS"] = constants["WINDOW"] - few
         tiles = _cdiv(length, choice.time * (1 if axis else choice.parts))
+        few = (choice.depth + 3) * choice.group
+        least = 64 * choice.warps // choice.lanes
+        constants["WINDOW"] = _power(max(few + 8, least))
+        if not axis and isinstance(tiles, int) and tiles <= choice.group * (choice.depth + 1):
+            constants["WINDOW"], few = _power(max(tiles, least)), 0  # no group is looked at
+        constants["SUPERS"] = constants["WINDOW"] - few
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)
-        words = scan_text.words_of(program) * lanes * kept
+        words = scan_text.words_of(program) * lanes * kept + (0 if axis else 2)  # a ticket
         blocks = blocks * tiles
     return Launch(
         scan_text.kernel(program, layout), (blocks, 1, 1), given, constants, choice.warps, words
