@@ -252,10 +252,9 @@ def plan(
     if not axis:
         pieces = _pieces(program, choice)
         constants |= {"PIECES": pieces, "RUN": choice.time // pieces}
-        if choice.group:
-            choice = replace(choice, parts=choice.parts if pieces < choice.time else 1)
-            constants["PARTS"] = choice.parts
-        constants["STAGES"] = 1 + choice.ahead
+        if choice.group and pieces == choice.time:  # a chunk is one tile, which is held
+            choice = replace(choice, parts=1)
+        constants |= {"PARTS": choice.parts} if choice.group else {"STAGES": 1 + choice.ahead}
     if "PIECE" in scan_text.constants_of(program, layout):
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
@@ -266,13 +265,10 @@ def plan(
         constants["DEPTH"] = choice.depth
         if layout.ahead:
             constants["FETCH"] = choice.fetch
-        tiles = _cdiv(length, choice.time * (1 if axis else choice.parts))
         few = (choice.depth + 3) * choice.group
-        least = 64 * choice.warps // choice.lanes
-        constants["WINDOW"] = _power(max(few + 8, least))
-        if not axis and isinstance(tiles, int) and tiles <= choice.group * (choice.depth + 1):
-            constants["WINDOW"], few = _power(max(tiles, least)), 0  # no group is looked at
+        constants["WINDOW"] = _power(max(few + 8, 64 * choice.warps // choice.lanes))
         constants["SUPERS"] = constants["WINDOW"] - few
+        tiles = _cdiv(length, choice.time * (1 if axis else choice.parts))
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)
         words = scan_text.words_of(program) * lanes * kept + (0 if axis else 2)  # a ticket

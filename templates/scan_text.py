@@ -228,13 +228,13 @@ def _shared_columns(program: Program, layout: Layout) -> str:
 
     def tiles(kept: str, *what: str) -> str:
         body = "\n".join([*loaded("step + part * RUN", kept), *what])
-        return "for part in tl.range(0, PARTS, num_stages=STAGES):\n" + indented(body)
+        return "for part in range(0, PARTS):\n" + indented(body)
 
     def known(*meanwhile: str) -> list[str]:
         return [
             f"announced({given})",
-            # groups that nobody looks at are not closed, others at once if somebody waits for them
-            "if groups & (DEPTH == 0):",
+            # at once, since others wait for groups; not if nobody looks at them
+            "if tiles > GROUP * (DEPTH + 1):",
             f"    closed({given})",
             *meanwhile,
             f"{p}, late = before({given}, DEPTH, SUPERS)",
@@ -263,13 +263,10 @@ def _shared_columns(program: Program, layout: Layout) -> str:
         'tl.atomic_max(workspace, call << 32, sem="relaxed")',
         'number = tl.atomic_add(workspace, 1, sem="relaxed") & 0xFFFFFFFF',
         scan_tile.lanes(layout),
-        "groups = tiles > GROUP * (DEPTH + 1)",
         "if RUN == 1:",
         indented("\n".join(held)),
         "else:",
         indented("\n".join(read_again)),
-        "if groups & (DEPTH != 0):",
-        f"    closed({given})",
     ]
     return "\n".join(parts)
 
@@ -307,7 +304,7 @@ def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
     shared = ["GROUP", "DEPTH", "SUPERS", "WINDOW"] if layout.shared else []
     shared += ["PATIENCE"] if layout.flat else []
-    columns = ["PIECES", "RUN", *(["PARTS"] if layout.shared else []), "STAGES"]
+    columns = ["PIECES", "RUN", "PARTS" if layout.shared else "STAGES"]
     pieces = [] if layout.axis else columns
     shared += ["FETCH"] if layout.shared and layout.ahead else []
     masses = ["PIECE"] if scan_tile.by_masses(program, layout) else []

@@ -50,8 +50,9 @@ def folded(program: Program, layout: Layout) -> str:
         "while (wait != 0) & (looks < patience):" if layout.axis else "while wait != 0:",
         indented("\n".join([*again, *look, "wait = pause(wait)", "looks += 1"])),
         "late = k",
-        *(["if wait != 0:", "    late = tl.min(tl.where(missing, first, k))"] if layout.axis else []),
     ]
+    if layout.axis:
+        lines += ["if wait != 0:", "    late = tl.min(tl.where(missing, first, k))"]
     word = 0
     for i, kind in enumerate(program.states):
         low = f"get(w{word})"

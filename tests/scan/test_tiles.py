@@ -29,7 +29,6 @@ COLUMNS = {
     "looped": Tiling(32, 8, 1),
     "looped, loaded ahead": Tiling(32, 16, 1, ahead=2),
     "chunks, read again": Tiling(32, 8, 1, 2, parts=2),
-    "chunks, all looked at, loaded ahead": Tiling(32, 8, 1, 2, ahead=1, depth=1, parts=2),
 }
 
 
