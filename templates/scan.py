@@ -11,6 +11,9 @@ none waits forever: whoever looked PATIENCE times for a word computes itself wha
 the first tile that is late to its own. It computes what those tiles' programs would, bit for bit,
 and whoever comes later publishes it once more.
 
+Chunks of columns are large, so that their programs take tickets instead, one atomic each: whoever
+is waited for has begun, and waiting ends. The word of the tickets carries its call as well.
+
 A word is 64 bits: the number of the call in the upper half, 32 bits of state in the lower. Reader
 and writer need no order between them, and no word needs to be cleared: the workspace is zeroed
 once, and no number (from 1 on) is used with it twice.

@@ -252,13 +252,16 @@ def plan(
     if not axis:
         pieces = _pieces(program, choice)
         constants |= {"PIECES": pieces, "RUN": choice.time // pieces}
+        if choice.group and pieces == choice.time:  # a chunk is one tile, which is held
+            choice = replace(choice, parts=1)
         constants |= {"PARTS": choice.parts} if choice.group else {"STAGES": 1 + choice.ahead}
     if "PIECE" in scan_text.constants_of(program, layout):
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
     if choice.group:
         constants["GROUP"] = choice.group
-        constants["PATIENCE"] = scan.PATIENCE
+        if axis:
+            constants["PATIENCE"] = scan.PATIENCE
         constants["DEPTH"] = choice.depth
         if layout.ahead:
             constants["FETCH"] = choice.fetch
@@ -268,7 +271,7 @@ def plan(
         tiles = _cdiv(length, choice.time * (1 if axis else choice.parts))
         groups = _cdiv(tiles, choice.group)
         kept = tiles + groups + _cdiv(groups, choice.group)
-        words = scan_text.words_of(program) * lanes * kept
+        words = scan_text.words_of(program) * lanes * kept + (0 if axis else 2)  # a ticket
         blocks = blocks * tiles
     return Launch(
         scan_text.kernel(program, layout), (blocks, 1, 1), given, constants, choice.warps, words

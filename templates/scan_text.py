@@ -210,48 +210,63 @@ def _shared(program: Program, layout: Layout) -> str:
 def _shared_columns(program: Program, layout: Layout) -> str:
     """The same of chunks of PARTS tiles of columns. A chunk is read twice, the second time out of
     L2 and knowing what precedes it: no register holds it while others are waited for, and it may be
-    larger than they are."""
-    e, p = leaves("e", program), leaves("p", program)
+    larger than they are. Few lanes' chunks are single tiles of single positions, and are held.
 
-    def given(k: str) -> str:
-        return f"words, lane, lanes, length, size, live, j, call, {k}, PATIENCE, {e}, GROUP"
+    Chunks are large, so that a program can afford a ticket: whoever is waited for has begun, and
+    none computes another's total, which takes twice the registers of all else."""
+    states, e, p = program.states, leaves("e", program), leaves("p", program)
+    commutes = scan_forms.commutes(states, program.combine)
+    given = f"words, lane, lanes, length, size, live, j, call, k, 0, {e}, GROUP"
 
-    def tiles(k: str, kept: str, *what: str) -> str:
-        place = scan_tile.place(program, layout, f"({k} * PARTS + part)")
-        body = [
-            place,
+    def loaded(time: str, kept: str = "") -> list[str]:
+        return [
+            f"time = {time}",
+            scan_tile.place(program, layout),
             scan_tile.loads(program, layout, "x", kept),
             scan_tile.states(program),
-            *what,
         ]
-        return "for part in range(0, PARTS):\n" + indented("\n".join(body))
 
-    def total(k: str) -> str:
-        states = program.states
-        sums = tiles(k, "evict_last", scan_columns.carried(states, "part > 0"))
-        return "\n".join(
-            [
-                scan_columns.zeros(states),
-                sums,
-                scan_columns.chunk(states),
-                f"announced({given(k)})",
-                f"closed({given(k)})",
-            ]
-        )
+    def tiles(kept: str, *what: str) -> str:
+        body = "\n".join([*loaded("step + part * RUN", kept), *what])
+        return "for part in range(0, PARTS):\n" + indented(body)
 
-    scan = scan_columns.looped(program.states, "own + part > 0")
+    def known(*meanwhile: str) -> list[str]:
+        return [
+            f"announced({given})",
+            # at once, since others wait for groups; not if nobody looks at them
+            "if tiles > GROUP * (DEPTH + 1):",
+            f"    closed({given})",
+            *meanwhile,
+            f"{p}, late = before({given}, DEPTH, SUPERS)",
+        ]
+
+    total, scan = scan_columns.single(states, commutes)
+    held = [
+        *loaded("step"),
+        total,
+        *known(scan),
+        scan_columns.behind(states),
+        scan_tile.stores(program, layout),
+    ]
+    stores = scan_tile.stores(program, layout, "evict_first")
+    read_again = [
+        scan_columns.zeros(states),
+        tiles("evict_last", scan_columns.summed(states, commutes)),
+        scan_columns.chunk(states),
+        *known(),
+        scan_columns.begun(states),
+        tiles("evict_first", scan_columns.continued(states), stores),
+    ]
     parts = [
         _shared_head("PARTS", layout),
+        "words += 2",
+        'tl.atomic_max(workspace, call << 32, sem="relaxed")',
+        'number = tl.atomic_add(workspace, 1, sem="relaxed") & 0xFFFFFFFF',
         scan_tile.lanes(layout),
-        "own = k",
-        total("own"),
-        f"{p}, late = before({given('own')}, DEPTH, SUPERS)",
-        "while late < own:",
-        "    for turn in range(late, own + 1):",
-        indented(total("turn"), 8),
-        f"    {p}, late = before({given('own')}, DEPTH, SUPERS)",
-        scan_columns.begun(program.states),
-        tiles("own", "evict_first", scan, scan_tile.stores(program, layout, "evict_first")),
+        "if RUN == 1:",
+        indented("\n".join(held)),
+        "else:",
+        indented("\n".join(read_again)),
     ]
     return "\n".join(parts)
 
@@ -266,7 +281,8 @@ def text(program: Program, layout: Layout) -> str:
     shared = _shared if layout.axis else _shared_columns
     body = (shared if layout.shared else _looped)(program, layout)
     time = f"time = tl.arange(0, TIME){'' if layout.flat else '[None, :]'}"
-    head = time if layout.axis else scan_columns.TIME
+    head = scan_columns.STEP if layout.shared else scan_columns.TIME
+    head = time if layout.axis else head
     parts = [_combine(program)]
     if scan_tile.by_masses(program, layout):
         parts.append(scan_tile.exact(program, layout))
@@ -286,7 +302,8 @@ def text(program: Program, layout: Layout) -> str:
 
 def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
-    shared = ["GROUP", "DEPTH", "SUPERS", "WINDOW", "PATIENCE"] if layout.shared else []
+    shared = ["GROUP", "DEPTH", "SUPERS", "WINDOW"] if layout.shared else []
+    shared += ["PATIENCE"] if layout.flat else []
     columns = ["PIECES", "RUN", "PARTS" if layout.shared else "STAGES"]
     pieces = [] if layout.axis else columns
     shared += ["FETCH"] if layout.shared and layout.ahead else []

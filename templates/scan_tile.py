@@ -65,15 +65,18 @@ def lanes(layout: Layout) -> str:
 
 def place(program: Program, layout: Layout, k: str = "k") -> str:
     """Where tile ``k`` lies: ``at`` in memory, ``t`` along the scan. Where ``at`` rises by one, it
-    is ``start + time``, and what is ``left`` of the tensor decides what is ``inside``."""
+    is ``start + time``, and what is ``left`` of the tensor decides what is ``inside``. Where
+    columns are cut it is chunk ``k``, of ``size`` positions."""
     lines = []
+    size = "size" if layout.shared and not layout.axis else "TIME"
     if program.reverse and layout.ascending:
         lines += [f"start = length - ({k} + 1) * TIME", "at = start + time", "t = length - 1 - at"]
         lines += ["left = tl.maximum(-start, 0).to(tl.int32)", "whole = left == 0"]
     else:
-        lines += [f"start = {k} * TIME", "t = start + time"]
+        lines += [f"start = {k} * {size}", "t = start + time"]
         lines.append("at = length - 1 - t" if program.reverse else "at = t")
-        lines += ["left = tl.minimum(length - start, TIME).to(tl.int32)", "whole = left == TIME"]
+        left = f"tl.minimum(length - start, {size}).to(tl.int32)"
+        lines += [f"left = {left}", f"whole = left == {size}"]
     return "\n".join([*lines, f"inside = {live(layout)} & {there(program, layout)}"])
 
 

@@ -27,7 +27,7 @@ def publish(program: Program) -> str:
 def folded(program: Program, layout: Layout) -> str:
     """The published states at ``at``, a window's first ``count``, combined in this order, and
     the first of the tiles ``first`` whose words are still missing after ``patience`` looks
-    (``k`` if none is). All words of a state are asked for at once."""
+    (``k`` if none is; columns wait for all). All words of a state are asked for at once."""
     count = words_of(program)
     words = [f"w{i}" for i in range(count)]
     missing = " | ".join(f"absent({w}, call)" for w in words)
@@ -47,12 +47,12 @@ def folded(program: Program, layout: Layout) -> str:
         *loads,
         *look,
         "looks = tl.full([], 0, tl.int32)",
-        "while (wait != 0) & (looks < patience):",
+        "while (wait != 0) & (looks < patience):" if layout.axis else "while wait != 0:",
         indented("\n".join([*again, *look, "wait = pause(wait)", "looks += 1"])),
         "late = k",
-        "if wait != 0:",
-        "    late = tl.min(tl.where(missing, first, k))",
     ]
+    if layout.axis:
+        lines += ["if wait != 0:", "    late = tl.min(tl.where(missing, first, k))"]
     word = 0
     for i, kind in enumerate(program.states):
         low = f"get(w{word})"

@@ -56,6 +56,15 @@ def test_a_column_is_scanned_by_threads(reverse):
     assert binary.ptx.count("shfl.sync") < 8 * stores  # a scan by shuffles has more than 40
 
 
+def test_threads_go_through_a_chunk_without_meeting():
+    """And there are registers for four programs on a multiprocessor."""
+    program = programs.scan(FP32, False, "sum", False, False, FP32)
+    binary = kernel(program, (1 << 20, 32), 0, [FP32])
+    loop = binary.ptx[: binary.ptx.index("st.global.L1::evict_first")].rsplit("\n$L__BB", 1)[1]
+    assert binary.spills == 0 and binary.registers <= 128
+    assert "ld.global" in loop and "shfl" not in loop and "bar.sync" not in loop
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_long_row_asks_for_what_will_be_read(reverse):
     """By one instruction of one thread, and loads of 16 bytes besides."""
