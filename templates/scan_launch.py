@@ -51,6 +51,8 @@ class Tiling:
     depth: int = 0
     parts: int = 1
     fetch: int = 0
+    stripes: int = 0
+    stages: int = 2
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ def plan(
     hint: Callable[[Size], int] = int,
     choice: Tiling | None = None,
     fetches: bool = True,
+    units: int = 132,
 ) -> Launch:
     """Lay out ``program`` over tensors of ``shape`` (no size 0) scanned along ``dim``.
 
@@ -236,6 +239,8 @@ def plan(
         ascending,
         bool(axis and (choice.fetch and fetches if choice.group else choice.ahead)),
     )
+    if choice.stripes:
+        layout = replace(layout, shared=True, ahead=False, stripes=True)
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
     names = [f"x{i}" for i in range(len(program.inputs))]
@@ -256,7 +261,14 @@ def plan(
     if "PIECE" in scan_text.constants_of(program, layout):
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
-    if choice.group:
+    if choice.stripes:
+        programs = choice.stripes * units
+        constants |= {"PROGRAMS": programs, "PATIENCE": scan.PATIENCE, "STAGES": choice.stages}
+        constants["WINDOW"] = _power(max(programs, 64 * choice.warps))
+        del constants["LANES"]
+        words = scan_text.words_of(program) * _cdiv(length, choice.time)
+        blocks = programs
+    elif choice.group:
         constants["GROUP"] = choice.group
         constants["PATIENCE"] = scan.PATIENCE
         constants["DEPTH"] = choice.depth

@@ -130,15 +130,18 @@ def _either(whole: str, part: str) -> str:
 def loads(program: Program, layout: Layout, to: str = "x", kept: str = "") -> str:
     """``kept``: how long the L2 is to keep what is read, if not as long as usual."""
     if layout.flat:
-        return _either(_loaded(program, layout, to, True), _loaded(program, layout, to, False))
-    return _loaded(program, layout, to, False, kept)
+        return _either(loaded(program, layout, to, True), loaded(program, layout, to, False))
+    return loaded(program, layout, to, False, "", kept)
 
 
-def _loaded(program: Program, layout: Layout, to: str, whole: bool, kept: str = "") -> str:
+def loaded(
+    program: Program, layout: Layout, to: str, whole: bool, there_is: str = "", kept: str = ""
+) -> str:
+    """The same of a tile that is known to be ``whole``, or not to be; if ``there_is`` one."""
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
         free = whole or all(kind == 0 for kind in kinds[1:])
-        limits = [] if free else [live(layout)]
+        limits = [there_is] if there_is else [] if free else [live(layout)]
         if kinds[0] != 0 and not whole:
             limits.append(there(program, layout))
         ahead = given.shift if program.reverse else -given.shift  # in memory
@@ -177,16 +180,25 @@ def after(program: Program, before: str, there: str) -> str:
 
 
 def stores(program: Program, layout: Layout, kept: str = "") -> str:
-    policy = f', eviction_policy="{kept}"' if kept else ""
-    first = len(program.inputs)
-    stores = []
-    for i in range(len(program.outputs)):
-        where = pointers(f"y{i}", layout, layout.strides[first + i])
-        stores.append(f"tl.store({where}, y{i}, inside{policy})")
-    part = "\n".join(stores)
+    part = _stores(program, layout, False, kept)
     if layout.flat:
-        part = _either(part.replace(", inside)", ")"), part)
+        part = _either(_stores(program, layout, True), part)
     return f"{program.consume}\n{part}"
+
+
+def stored(program: Program, layout: Layout, whole: bool) -> str:
+    """The same of a tile that is known to be ``whole``, or not to be."""
+    return f"{program.consume}\n{_stores(program, layout, whole)}"
+
+
+def _stores(program: Program, layout: Layout, whole: bool, kept: str = "") -> str:
+    policy = f', eviction_policy="{kept}"' if kept else ""
+    mask = "" if whole else ", inside"
+    stores = []
+    for i, kinds in enumerate(layout.strides[len(program.inputs) :]):
+        where = pointers(f"y{i}", layout, kinds)
+        stores.append(f"tl.store({where}, y{i}{mask}{policy})")
+    return "\n".join(stores)
 
 
 def end(program: Program, layout: Layout) -> str:
