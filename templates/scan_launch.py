@@ -262,12 +262,12 @@ def plan(
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
     if choice.stripes:
-        programs = choice.stripes * units
+        programs = max(1, choice.stripes * units // hint(lanes))
         constants |= {"PROGRAMS": programs, "PATIENCE": scan.PATIENCE, "STAGES": choice.stages}
         constants["WINDOW"] = _power(max(programs, 64 * choice.warps))
         del constants["LANES"]
-        words = scan_text.words_of(program) * _cdiv(length, choice.time)
-        blocks = programs
+        words = scan_text.words_of(program) * lanes * _cdiv(length, choice.time)
+        blocks = lanes * programs
     elif choice.group:
         constants["GROUP"] = choice.group
         constants["PATIENCE"] = scan.PATIENCE

@@ -1,6 +1,6 @@
 """The text of a long scan by programs that stay: program p has the tiles p, p + PROGRAMS, ...
 
-There are as many programs as a card runs at a time. While a tile is scanned the next one's inputs
+There are as many programs as a card runs at a time; several scans have the same share of them each. While a tile is scanned the next one's inputs
 are on their way into shared memory; a tile's total is published a turn before others look for it.
 What precedes tile k is what preceded tile k - PROGRAMS, which its program remembers, and the totals
 from there to k, one window, in an order that depends on nothing but positions.
@@ -101,8 +101,7 @@ def _place(program: Program, layout: Layout, k: str) -> str:
 
 def _before(program: Program, layout: Layout) -> str:
     """The state that the tiles from k - PROGRAMS, or the first, to k - 1 come to."""
-    pointers = [f"{name}_ptr" for name in scan_tile.names_of(program)]
-    given = ", ".join([*pointers, *scan_tile.numbers(program, layout)])
+    given = ", ".join(scan_tile.lane_names(program, layout))
     words = [f"w{i}" for i in range(words_of(program))]
     given_words = ", ".join(words)
     look = [f"missing = {' | '.join(f'absent({w}, call)' for w in words)}"]
@@ -127,8 +126,6 @@ def _before(program: Program, layout: Layout) -> str:
         fold += [f"{leaves('s', program)} = tl.reduce({s}, 0, total_of)"]
     body = [
         "zero = tl.full([], 0, tl.int64)",
-        "lane = zero",
-        "live = lane < lanes",
         "time = tl.arange(0, TIME)",
         *look,
         "if wait != 0:",
@@ -172,8 +169,7 @@ def constants_of(program: Program, layout: Layout) -> list[str]:
 
 
 def body(program: Program, layout: Layout) -> str:
-    pointers = [f"{name}_ptr" for name in scan_tile.names_of(program)]
-    given = [*pointers, *scan_tile.numbers(program, layout), "words", "plane"]
+    given = [*scan_tile.lane_names(program, layout), "words", "plane"]
     e, u, q = leaves("e", program), leaves("u", program), leaves("q", program)
     c = leaves("c", program)
     planes = range(words_of(program))
@@ -231,15 +227,15 @@ def body(program: Program, layout: Layout) -> str:
     ]
     parts = [
         "zero = tl.full([], 0, tl.int64)",
-        "lane = zero",
-        "live = lane < lanes",
+        "block = (tl.program_id(0) // PROGRAMS).to(tl.int64)",
+        scan_tile.lanes(layout),
         "call = tl.full([], call, tl.int64)",
-        "words = workspace + 0",
         "j = tl.arange(0, WINDOW)",
         "patience = tl.full([], PATIENCE, tl.int32)",
-        "number = tl.program_id(0)",
+        "number = tl.program_id(0) % PROGRAMS",
         "tiles = (length // TIME).to(tl.int32)",
-        "plane = tiles + 0",
+        "words = workspace + lane * tiles",
+        "plane = lanes * tiles",
         *(f"c{i} = tl.zeros([], tl.{TYPES[kind]})" for i, kind in enumerate(program.states)),
         total("number"),
         *(f"kept_{name} = {name}" for name in kept),

@@ -39,7 +39,9 @@ def lanes(layout: Layout) -> str:
     """What a program scans: its lanes, and the tile ``k`` if others scan some of them as well."""
     lane = "block * LANES + tl.arange(0, LANES)"
     lines = []
-    if not layout.shared:
+    if layout.stripes:
+        pass  # the program knows
+    elif not layout.shared:
         lines.append("block = tl.program_id(0).to(tl.int64)")
     elif not layout.lane_dims:
         lines += ["block = number * 0", "k = number"]
@@ -231,7 +233,7 @@ def numbers(program: Program, layout: Layout) -> list[str]:
     return [n for n in arguments(program, layout) if n not in names]
 
 
-def _lane_names(program: Program, layout: Layout) -> list[str]:
+def lane_names(program: Program, layout: Layout) -> list[str]:
     """What one has to know of a lane to reach its elements."""
     lane = ["lane", "live", *(f"i{i}" for i in range(layout.lane_dims))]
     return [*(f"{n}_ptr" for n in names_of(program)), *numbers(program, layout), *lane]
@@ -254,7 +256,7 @@ def exact(program: Program, layout: Layout) -> str:
     ]
     return f"""@triton.jit
 def exact(
-    {", ".join(_lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
+    {", ".join(lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
     TILE: tl.constexpr, TIME: tl.constexpr
 ):
     time = tl.arange(0, TIME){time}
@@ -268,6 +270,6 @@ def exact(
 def exactly(
     program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
 ) -> str:
-    given = ", ".join(_lane_names(program, layout))
+    given = ", ".join(lane_names(program, layout))
     state = state or leaves(to, program)
     return f"{leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"
