@@ -15,7 +15,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import scan, scan_logsumexp, scan_text
+from . import scan, scan_logsumexp, scan_stripes, scan_text
 from .scan_program import Program
 from .tilings import tunable
 
@@ -205,13 +205,15 @@ def plan(
     hint: Callable[[Size], int] = int,
     choice: Tiling | None = None,
     fetches: bool = True,
+    aligned: bool = True,
     units: int = 132,
 ) -> Launch:
     """Lay out ``program`` over tensors of ``shape`` (no size 0) scanned along ``dim``.
 
     Strides are counted in elements; 0 where an input is broadcast. ``hint`` gives a likely value of
     a symbolic size: the tile is chosen by it, and is right for every value. ``fetches``: whether
-    the card can be asked for what will be read (``can_fetch``).
+    the card can be asked for what will be read (``can_fetch``). ``aligned``: whether all tensors
+    begin at multiples of 16 bytes (``are_aligned``). ``units``: multiprocessors of the card.
     """
     strides = [list(s) for s in (*input_strides, *output_strides)]
     lane_dims = _merged(shape, strides, dim)
@@ -225,11 +227,19 @@ def plan(
         lanes = lanes * size
     if choice is None:
         choice = tiling(program, axis, hint(lanes), hint(length))
-    if axis and choice.group:  # a piece of one lane
-        choice = replace(choice, lanes=1)
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
+    if choice.stripes and not (
+        axis
+        and scan_stripes.applies(program, kinds)
+        and aligned
+        and _in_step(program, lane_dims, length)
+    ):
+        held = len(program.inputs) + len(program.states)
+        choice = _shared_row(program, held, hint(length))
+    if axis and choice.group:  # a piece of one lane
+        choice = replace(choice, lanes=1)
     ascending = choice.ascending and bool(axis)  # rows of a tile of columns lie apart anyway
     layout = scan_text.Layout(
         axis,
@@ -287,6 +297,33 @@ def plan(
     )
 
 
+def _in_step(
+    program: Program, lanes: Sequence[tuple[Size, list[Size]]], length: Size
+) -> bool:
+    """Whether all whole tiles are known to begin at multiples of 16 bytes if tensors do."""
+    if program.reverse and not (isinstance(length, int) and length % 16 == 0):
+        return False
+    dtypes = [given.dtype for given in program.inputs] + list(program.outputs)
+    return all(
+        isinstance(stride, int) and stride * dtype.itemsize % 16 == 0
+        for _, row in lanes
+        for stride, dtype in zip(row, dtypes, strict=True)
+    )
+
+
+def are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are known to begin at multiples of 16 bytes."""
+    offsets = [(x.storage_offset(), x.itemsize) for x in tensors]
+    return all(isinstance(at, int) and at * size % 16 == 0 for at, size in offsets)
+
+
+def units(device: torch.device) -> int:
+    """Multiprocessors of a card; elsewhere as many as an H200 has."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def can_fetch(device: torch.device) -> bool:
     """Whether a card has the instruction of ``scan.fetch``."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
@@ -330,6 +367,8 @@ def launch(
         dim,
         choice=choice,
         fetches=can_fetch(outputs[0].device),
+        aligned=are_aligned([*inputs, *outputs]),
+        units=units(outputs[0].device),
     )
     tensors = {f"x{i}": x for i, x in enumerate(inputs)} | {
         f"y{i}": y for i, y in enumerate(outputs)
