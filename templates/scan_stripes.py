@@ -180,23 +180,24 @@ def body(program: Program, layout: Layout) -> str:
         """``c`` moves on to what is in front of tile ``k``."""
         inner = ", ".join(_inner(program, layout))
         call = f"before({', '.join(given)}, {k}, j, tile, count, {w}, call, patience, {inner})"
-        lines = [f"{u}, patience = {call}", f"{q} = combine({c}, {u})"]
+        lines = [window(k), f"{u}, patience = {call}", f"{q} = combine({c}, {u})"]
         lines += [f"c{i} = tl.where({k} > PROGRAMS, q{i}, u{i})" for i in count]
         return "\n".join(lines)
 
-    def looked(k: str) -> str:
-        """Ask for the totals in front of tile ``k``. Under a condition, without which the
-        compiler would ask a turn early, when they are not there yet."""
-        loads = [f"w{i} = tl.load(words + {i} * plane + tile, volatile=True)" for i in planes]
-        return "\n".join(
-            [
-                f"count = tl.minimum({k}, PROGRAMS)",
-                f"tile = tl.maximum({k} - count + tl.minimum(j, count - 1), 0)",
-                *(f"w{i} = tile * 0 + (call << 32)" for i in planes),
-                f"if {k} > 0:",
-                indented("\n".join(loads)),
-            ]
+    def window(k: str) -> str:
+        """Where the totals in front of tile ``k`` are."""
+        return (
+            f"count = tl.minimum({k}, PROGRAMS)\n"
+            f"tile = tl.maximum({k} - count + tl.minimum(j, count - 1), 0)"
         )
+
+    def looked(k: str) -> str:
+        """Look for them; the first tile has none."""
+        lines = [window(k)]
+        for i in planes:
+            lines.append(f"w{i} = peek((words + {i} * plane + tile).to(tl.int64))")
+            lines.append(f"w{i} = tl.where({k} > 0, w{i}, call << 32)")
+        return "\n".join(lines)
 
     def total(k: str) -> str:
         place = _place(program, layout, f"(zero + {k})")
@@ -206,7 +207,6 @@ def body(program: Program, layout: Layout) -> str:
         return "\n".join([place, loads, scan_tile.states(program), total, shown])
 
     turn = [
-        looked("k"),
         "next = k + PROGRAMS",
         total("next"),
         *(f"ahead_{name} = {name}" for name in kept),
@@ -215,13 +215,13 @@ def body(program: Program, layout: Layout) -> str:
         _place(program, layout, "(zero + k)"),
         _results(program, layout, "(zero + k)", True),
         *(f"kept_{name} = ahead_{name}" for name in kept),
+        looked("next"),
     ]
     rest = [
         scan_tile.place(program, layout, "(zero + tiles)"),
         scan_tile.loaded(program, layout, "x", False),
         scan_tile.states(program),
         _total(program, layout, "(zero + tiles)"),
-        looked("tiles"),
         front("tiles"),
         _results(program, layout, "(zero + tiles)", False),
     ]
@@ -239,6 +239,7 @@ def body(program: Program, layout: Layout) -> str:
         *(f"c{i} = tl.zeros([], tl.{TYPES[kind]})" for i, kind in enumerate(program.states)),
         total("number"),
         *(f"kept_{name} = {name}" for name in kept),
+        looked("number"),
         "for k in tl.range(number, tiles, PROGRAMS, num_stages=STAGES):",
         indented("\n".join(turn)),
         "if (length % TIME != 0) & (tiles % PROGRAMS == number):",

@@ -35,6 +35,7 @@ HELPERS = [
     "get",
     "absent",
     "pause",
+    "peek",
     "low_bits",
     "high_bits",
     "joined",
