@@ -24,8 +24,8 @@ _NEUTRAL = {"r0 = a0 + b0": "0", "r0 = a0 * b0": "1"}  # else a state may count 
 
 
 def applies(program: Program, strides: tuple[tuple[int | None, ...], ...]) -> bool:
-    """Whether all tensors are one row each, without gaps, and read where they are scanned."""
-    return all(kinds in ((0,), (1,)) for kinds in strides) and not any(
+    """Whether all tensors are rows without gaps, and read where they are scanned."""
+    return all(kinds[0] in (0, 1) for kinds in strides) and not any(
         given.shift for given in program.inputs
     )
 
