@@ -46,20 +46,6 @@ def pause(some):
 
 
 @triton.jit
-def peek(address):
-    """The words at addresses, by loads that stay where they are written: those of the language are
-    moved to where a loop's other loads are asked for, a turn early. Called pure as ``pause`` is."""
-    return tl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.b64 $0, [$1];",
-        "=l,l",
-        [address],
-        tl.int64,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
 def fetch(some, address, size):
     """``some`` as it came; ``size`` bytes from an address on (both multiples of 16) are under way
     into the L2, by one instruction of one thread, on cards of compute capability 9 and up. Called

@@ -64,7 +64,7 @@ plain = plain & (sum == sum) & (peak < float("inf"))
 plain = {_all("plain", keep)}"""
 
 
-RESULTS = """s0 = peak + tl.log(mass * factor + summand)
+RESULTS = """s0 = peak + libdevice.fast_log2f(mass * factor + summand) * 0.6931471805599453
 s1 = tl.zeros_like(s0)"""
 
 

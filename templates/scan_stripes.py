@@ -1,12 +1,13 @@
 """The text of a long scan by programs that stay: program p has the tiles p, p + PROGRAMS, ...
 
-There are as many programs as a card runs at a time; several scans have the same share of them each. While a tile is scanned the next one's inputs
-are on their way into shared memory; a tile's total is published a turn before others look for it.
+There are as many programs as a card runs at a time; several scans have the same share of them each.
+While a tile is scanned the next one's inputs are on their way into shared memory; a tile's total is
+published a turn before others look for it.
 What precedes tile k is what preceded tile k - PROGRAMS, which its program remembers, and the totals
 from there to k, one window, in an order that depends on nothing but positions.
 
 A total that is late, because its program is not running yet, is computed by whoever has looked
-PATIENCE times, from then on without waiting. Each begins with another of those that are missing, so
+PATIENCE times, and soon from then on. Each begins with another of those that are missing, so
 that they are shared out among who is there; whoever computes one, its bits are the same.
 
 All tiles in the loop are whole, so that nothing of them is masked; what is left over at the end of
@@ -19,6 +20,8 @@ from . import scan_forms, scan_logsumexp, scan_states, scan_tile
 from .scan_parts import TYPES, Layout, indented, last_of, leaves, scanned_by, words_of
 from .scan_program import Program
 from .scan_totals import states_of
+
+_SHORT = 4  # looks of who has waited in vain once
 
 _NEUTRAL = {"r0 = a0 + b0": "0", "r0 = a0 * b0": "1"}  # else a state may count twice, or order does
 
@@ -103,7 +106,6 @@ def _before(program: Program, layout: Layout) -> str:
     """The state that the tiles from k - PROGRAMS, or the first, to k - 1 come to."""
     given = ", ".join(scan_tile.lane_names(program, layout))
     words = [f"w{i}" for i in range(words_of(program))]
-    given_words = ", ".join(words)
     look = [f"missing = {' | '.join(f'absent({w}, call)' for w in words)}"]
     look.append("wait = tl.max(missing.to(tl.int32))")
     again = [
@@ -127,8 +129,12 @@ def _before(program: Program, layout: Layout) -> str:
     body = [
         "zero = tl.full([], 0, tl.int64)",
         "time = tl.arange(0, TIME)",
-        *look,
-        "if wait != 0:",
+        "count = tl.minimum(k, PROGRAMS)",
+        "tile = tl.maximum(k - count + tl.minimum(j, count - 1), 0)",
+        *(f"{w} = tile * 0 + (call << 32)" for w in words),
+        "missing = tile >= 0",
+        "wait = k + 0",  # the first tile has nothing in front of it
+        "if wait != 0:",  # also lest the compiler ask for the words with the next tile's inputs
         "    looks = tl.full([], 0, tl.int32)",
         "    while (wait != 0) & (looks < patience):",
         indented("\n".join([*again, "wait = pause(wait)", "looks += 1"]), 8),
@@ -136,7 +142,7 @@ def _before(program: Program, layout: Layout) -> str:
         indented(
             "\n".join(
                 [
-                    "patience = looks * 0",
+                    f"patience = tl.minimum(patience, {_SHORT})",
                     "order = tl.cumsum(missing.to(tl.int32), 0)",
                     "mine = missing & (order == k % tl.max(order) + 1)",
                     "late = tl.max(tl.where(mine, tile, 0))",
@@ -153,8 +159,8 @@ def _before(program: Program, layout: Layout) -> str:
     ]
     constants = ", ".join(f"{c}: tl.constexpr" for c in _inner(program, layout))
     return (
-        f"@triton.jit\ndef before({given}, words, plane, k, j, tile, count, {given_words}, call, "
-        f"patience, {constants}):\n"
+        f"@triton.jit\ndef before({given}, words, plane, k, j, call, patience, "
+        f"{constants}):\n"
         f"{indented(chr(10).join(body))}\n"
     )
 
@@ -172,31 +178,14 @@ def body(program: Program, layout: Layout) -> str:
     given = [*scan_tile.lane_names(program, layout), "words", "plane"]
     e, u, q = leaves("e", program), leaves("u", program), leaves("q", program)
     c = leaves("c", program)
-    planes = range(words_of(program))
-    w = ", ".join(f"w{i}" for i in planes)
     kept, count = _kept(program, layout), range(len(program.states))
 
     def front(k: str) -> str:
         """``c`` moves on to what is in front of tile ``k``."""
         inner = ", ".join(_inner(program, layout))
-        call = f"before({', '.join(given)}, {k}, j, tile, count, {w}, call, patience, {inner})"
-        lines = [window(k), f"{u}, patience = {call}", f"{q} = combine({c}, {u})"]
+        call = f"before({', '.join(given)}, {k}, j, call, patience, {inner})"
+        lines = [f"{u}, patience = {call}", f"{q} = combine({c}, {u})"]
         lines += [f"c{i} = tl.where({k} > PROGRAMS, q{i}, u{i})" for i in count]
-        return "\n".join(lines)
-
-    def window(k: str) -> str:
-        """Where the totals in front of tile ``k`` are."""
-        return (
-            f"count = tl.minimum({k}, PROGRAMS)\n"
-            f"tile = tl.maximum({k} - count + tl.minimum(j, count - 1), 0)"
-        )
-
-    def looked(k: str) -> str:
-        """Look for them; the first tile has none."""
-        lines = [window(k)]
-        for i in planes:
-            lines.append(f"w{i} = peek((words + {i} * plane + tile).to(tl.int64))")
-            lines.append(f"w{i} = tl.where({k} > 0, w{i}, call << 32)")
         return "\n".join(lines)
 
     def total(k: str) -> str:
@@ -215,7 +204,6 @@ def body(program: Program, layout: Layout) -> str:
         _place(program, layout, "(zero + k)"),
         _results(program, layout, "(zero + k)", True),
         *(f"kept_{name} = ahead_{name}" for name in kept),
-        looked("next"),
     ]
     rest = [
         scan_tile.place(program, layout, "(zero + tiles)"),
@@ -239,7 +227,6 @@ def body(program: Program, layout: Layout) -> str:
         *(f"c{i} = tl.zeros([], tl.{TYPES[kind]})" for i, kind in enumerate(program.states)),
         total("number"),
         *(f"kept_{name} = {name}" for name in kept),
-        looked("number"),
         "for k in tl.range(number, tiles, PROGRAMS, num_stages=STAGES):",
         indented("\n".join(turn)),
         "if (length % TIME != 0) & (tiles % PROGRAMS == number):",

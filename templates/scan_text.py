@@ -35,7 +35,6 @@ HELPERS = [
     "get",
     "absent",
     "pause",
-    "peek",
     "low_bits",
     "high_bits",
     "joined",
