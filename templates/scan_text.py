@@ -15,7 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from . import scan, scan_columns, scan_forms, scan_logsumexp, scan_stripes, scan_tile
+from . import scan, scan_columns, scan_forms, scan_logsumexp, scan_tile
 from .scan_parts import TYPES as TYPES
 from .scan_parts import Layout as Layout
 from .scan_parts import indented, last_of, leaves
@@ -264,7 +264,6 @@ def text(program: Program, layout: Layout) -> str:
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(program, layout))
     shared = _shared if layout.axis else _shared_columns
-    shared = scan_stripes.body if layout.stripes else shared
     body = (shared if layout.shared else _looped)(program, layout)
     time = f"time = tl.arange(0, TIME){'' if layout.flat else '[None, :]'}"
     head = time if layout.axis else scan_columns.TIME
@@ -273,9 +272,7 @@ def text(program: Program, layout: Layout) -> str:
         parts.append(scan_tile.exact(program, layout))
     if layout.shared and layout.ahead:
         parts.append(scan_tile.fetched(program, layout))
-    if layout.stripes:
-        parts += [publish(program), *scan_stripes.functions(program, layout)]
-    elif layout.shared:
+    if layout.shared:
         parts += [publish(program), folded(program, layout)]
         parts += [announced(program, layout), before(program, layout)]
     name = f"scan_{'rows' if layout.axis else 'columns'}"
@@ -289,8 +286,6 @@ def text(program: Program, layout: Layout) -> str:
 
 def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
-    if layout.stripes:
-        return scan_stripes.constants_of(program, layout)
     shared = ["GROUP", "DEPTH", "SUPERS", "WINDOW", "PATIENCE"] if layout.shared else []
     columns = ["PIECES", "RUN", "PARTS" if layout.shared else "STAGES"]
     pieces = [] if layout.axis else columns

@@ -39,9 +39,7 @@ def lanes(layout: Layout) -> str:
     """What a program scans: its lanes, and the tile ``k`` if others scan some of them as well."""
     lane = "block * LANES + tl.arange(0, LANES)"
     lines = []
-    if layout.stripes:
-        pass  # the program knows
-    elif not layout.shared:
+    if not layout.shared:
         lines.append("block = tl.program_id(0).to(tl.int64)")
     elif not layout.lane_dims:
         lines += ["block = number * 0", "k = number"]
@@ -132,18 +130,15 @@ def _either(whole: str, part: str) -> str:
 def loads(program: Program, layout: Layout, to: str = "x", kept: str = "") -> str:
     """``kept``: how long the L2 is to keep what is read, if not as long as usual."""
     if layout.flat:
-        return _either(loaded(program, layout, to, True), loaded(program, layout, to, False))
-    return loaded(program, layout, to, False, "", kept)
+        return _either(_loaded(program, layout, to, True), _loaded(program, layout, to, False))
+    return _loaded(program, layout, to, False, kept)
 
 
-def loaded(
-    program: Program, layout: Layout, to: str, whole: bool, there_is: str = "", kept: str = ""
-) -> str:
-    """The same of a tile that is known to be ``whole``, or not to be; if ``there_is`` one."""
+def _loaded(program: Program, layout: Layout, to: str, whole: bool, kept: str = "") -> str:
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
         free = whole or all(kind == 0 for kind in kinds[1:])
-        limits = [there_is] if there_is else [] if free else [live(layout)]
+        limits = [] if free else [live(layout)]
         if kinds[0] != 0 and not whole:
             limits.append(there(program, layout))
         ahead = given.shift if program.reverse else -given.shift  # in memory
@@ -182,25 +177,16 @@ def after(program: Program, before: str, there: str) -> str:
 
 
 def stores(program: Program, layout: Layout, kept: str = "") -> str:
-    part = _stores(program, layout, False, kept)
-    if layout.flat:
-        part = _either(_stores(program, layout, True), part)
-    return f"{program.consume}\n{part}"
-
-
-def stored(program: Program, layout: Layout, whole: bool) -> str:
-    """The same of a tile that is known to be ``whole``, or not to be."""
-    return f"{program.consume}\n{_stores(program, layout, whole)}"
-
-
-def _stores(program: Program, layout: Layout, whole: bool, kept: str = "") -> str:
     policy = f', eviction_policy="{kept}"' if kept else ""
-    mask = "" if whole else ", inside"
+    first = len(program.inputs)
     stores = []
-    for i, kinds in enumerate(layout.strides[len(program.inputs) :]):
-        where = pointers(f"y{i}", layout, kinds)
-        stores.append(f"tl.store({where}, y{i}{mask}{policy})")
-    return "\n".join(stores)
+    for i in range(len(program.outputs)):
+        where = pointers(f"y{i}", layout, layout.strides[first + i])
+        stores.append(f"tl.store({where}, y{i}, inside{policy})")
+    part = "\n".join(stores)
+    if layout.flat:
+        part = _either(part.replace(", inside)", ")"), part)
+    return f"{program.consume}\n{part}"
 
 
 def end(program: Program, layout: Layout) -> str:
@@ -233,7 +219,7 @@ def numbers(program: Program, layout: Layout) -> list[str]:
     return [n for n in arguments(program, layout) if n not in names]
 
 
-def lane_names(program: Program, layout: Layout) -> list[str]:
+def _lane_names(program: Program, layout: Layout) -> list[str]:
     """What one has to know of a lane to reach its elements."""
     lane = ["lane", "live", *(f"i{i}" for i in range(layout.lane_dims))]
     return [*(f"{n}_ptr" for n in names_of(program)), *numbers(program, layout), *lane]
@@ -256,7 +242,7 @@ def exact(program: Program, layout: Layout) -> str:
     ]
     return f"""@triton.jit
 def exact(
-    {", ".join(lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
+    {", ".join(_lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
     TILE: tl.constexpr, TIME: tl.constexpr
 ):
     time = tl.arange(0, TIME){time}
@@ -270,6 +256,6 @@ def exact(
 def exactly(
     program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
 ) -> str:
-    given = ", ".join(lane_names(program, layout))
+    given = ", ".join(_lane_names(program, layout))
     state = state or leaves(to, program)
     return f"{leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"

@@ -56,20 +56,14 @@ def test_a_column_is_scanned_by_threads(reverse):
     assert binary.ptx.count("shfl.sync") < 8 * stores  # a scan by shuffles has more than 40
 
 
-def test_a_long_row_asks_for_what_will_be_read():
-    """By one instruction of one thread for each input."""
-    program = programs.recurrence(FP32, False, True)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_long_row_asks_for_what_will_be_read(reverse):
+    """By one instruction of one thread, and loads of 16 bytes besides."""
+    program = programs.recurrence(FP32, False, reverse)
     tile = scan_launch.Tiling(1, 4096, 4, 40, depth=9, fetch=132)
-    binary = kernel(program, (1, 1 << 24), 1, [FP32, FP32], tile)
-    assert binary.ptx.count("cp.async.bulk.prefetch.L2") == len(program.inputs)
-
-
-def test_as_many_programs_stay_as_a_multiprocessor_holds():
-    """And a tile's inputs come by copies of 16 bytes, the totals of others by ordinary loads."""
-    program = programs.scan(FP32, False, "cummax", False, False, FP32, True)
-    tile = scan_launch.tiling(program, 1, 1, 1 << 28)
-    binary = kernel(program, (1 << 28,), 0, [FP32])
-    registers = -(-binary.registers // 8) * 8 * 32 * tile.warps
-    assert tile.stripes * registers <= 65536 and binary.spills == 0
-    assert tile.stripes * (binary.shared_bytes + 1024) <= 227 * 1024
-    assert "cp.async.cg" in binary.ptx and "cp.async.ca" not in binary.ptx
+    asking, without = (
+        kernel(program, (1, 1 << 24), 1, [FP32, FP32], choice)
+        for choice in (tile, dataclasses.replace(tile, fetch=0))
+    )
+    assert asking.ptx.count("cp.async.bulk.prefetch.L2") == len(program.inputs)
+    assert "cp.async.bulk" not in without.ptx
