@@ -18,7 +18,7 @@ from . import scan_forms
 from .scan_program import Program
 
 FAR, LEAST = 40.0, 0.5
-_LOG2E = 1.4426950408889634
+_LOG2E, _LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 def applies(program: Program) -> bool:
@@ -64,7 +64,8 @@ plain = plain & (sum == sum) & (peak < float("inf"))
 plain = {_all("plain", keep)}"""
 
 
-RESULTS = """s0 = peak + tl.log(mass * factor + summand)
+# By one instruction, off by at most 1.7e-7 or 2.4e-7 of itself; tl.log takes some twenty.
+RESULTS = f"""s0 = peak + libdevice.fast_log2f(mass * factor + summand) * {_LN2}
 s1 = tl.zeros_like(s0)"""
 
 
