@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from inductor_ext.lowerings.loss_rows import NoForm, by_number, check_size
+from inductor_ext.lowerings.loss_rows import NoForm, by_number, check_size, is_contiguous
 from inductor_ext.lowerings.softmax_cores import (
     SUMS,
     Core,
     cores,
     is_long,
     keeps_value,
+    lies_in_memory,
     reduced,
     why_not,
 )
@@ -95,6 +96,21 @@ class _Images:
         """Begin at the view that moves the classes away from the end."""
         self._view, self._base = view, view.args[0]
         self.made[view] = self._base, along
+
+    def start_strided(self, logits: Any, along: int) -> Any:
+        """Begin at logits in memory, whose classes are strided there: their view with the classes
+        last is returned."""
+        self.editor.before(_behind(logits))
+        view = self.call(aten.permute.default, logits, _order(value(logits).dim(), along))
+        self._view, self._base = logits, view
+        self.made[logits] = view, along
+        return view
+
+    def back(self, node: Any) -> Any:
+        """A value in the program's order again, as a view of its image."""
+        image, along = self.made[node]
+        order = _order(value(node).dim(), along)
+        return self.call(aten.permute.default, image, [order.index(d) for d in range(len(order))])
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         return self.editor.call(target, *args, **kwargs)
@@ -300,16 +316,45 @@ def _leave(images: _Images, node: Any, along: int | None) -> Callable[[], None] 
     return None
 
 
-def _rewrite(graph: Any, view: Any, along: int) -> None:
+def _behind(node: Any) -> Any:
+    """The first node that may stand behind another."""
+    behind = node.next
+    while behind.op == "placeholder":
+        behind = behind.next
+    return behind
+
+
+def _back(images: _Images, node: Any) -> Callable[[], None]:
+    """Have a node read values in the program's order that are no longer computed so."""
+
+    def put() -> None:
+        images.editor.before(node)
+        images.editor.forget()
+        for source in dict.fromkeys(node.all_input_nodes):
+            if source in images.made and not images._is_light(source):
+                node.replace_input_with(source, images.back(source))
+
+    return put
+
+
+def _rewrite(graph: Any, view: Any, along: int, strided: bool = False) -> None:
+    """``strided``: ``view`` are logits in memory, and what leaves is transposed back."""
     images = _Images(graph)
-    images.start(view, along)
+    nodes = list(graph.nodes)
+    if strided:
+        images.start_strided(view, along)
+    else:
+        images.start(view, along)
     exits = []
     try:
-        for node in list(graph.nodes):
+        for node in nodes:
             if node in images.made or not any(s in images.made for s in node.all_input_nodes):
                 continue
             if node.op == "output":
                 if images.read_lightly(node):
+                    continue
+                if strided:
+                    exits.append((node, _back(images, node)))
                     continue
                 raise NoForm("a value in that order is a result")
             if compat_fx.may_be_recomputed(node):
@@ -329,6 +374,8 @@ def _rewrite(graph: Any, view: Any, along: int) -> None:
                     raise
             if exit_ is None and images.read_lightly(node):
                 continue  # it stays beside them, and reads memory as before
+            if exit_ is None and strided:
+                exit_ = _back(images, node)
             if exit_ is None:
                 raise NoForm(f"{node.target} reads it in that order")
             exits.append((node, exit_))
@@ -339,7 +386,8 @@ def _rewrite(graph: Any, view: Any, along: int) -> None:
     images.editor.forget()
     for _, exit_ in exits:
         exit_()
-    editing.erase_unused(graph, [node for node, _ in exits] + old + [view])
+    ended = [node for node, _ in exits if node.op != "output"]
+    editing.erase_unused(graph, ended + old + ([] if strided else [view]))
     images.editor.drop_unused()
     _lay_out(graph, [image for image, _ in images.made.values()])
 
@@ -355,6 +403,42 @@ def _lay_out(graph: Any, changed: list[Any]) -> None:
             with torch.no_grad():
                 node.meta["val"] = node.target(*arguments[0], **arguments[1])
             found.add(node)
+
+
+def strided(core: Core) -> Any:
+    """The logits in memory of a softmax over a dimension that is strided there; None for others."""
+    node = core.x
+    while True:
+        tensor = value(node)
+        if lies_in_memory(node):
+            fits = tensor.dim() > 1 and core.dim != tensor.dim() - 1 and is_contiguous(tensor)
+            return node if fits else None
+        by = by_number(node)
+        if by is not None:
+            node = by[0]
+        elif node.op == "call_function" and (keeps_value(node) or node.target in _SAME):
+            node = node.args[0]
+        else:
+            return None
+
+
+def move(graph: Any, core: Core, logits: Any) -> None:
+    """Write a softmax over strided classes, and all that is made of it, with the classes last, of
+    a view of the logits: ``rows_of_view`` reads it. Raises NoForm, and has changed nothing then."""
+    _rewrite(graph, logits, core.dim, strided=True)
+
+
+def memory_of(view: Any) -> tuple[Any, int] | None:
+    """(logits in memory, the dimension of their classes) of a view that has them last."""
+    if view.op != "call_function" or view.target is not aten.permute.default:
+        return None
+    logits, dims = view.args
+    rank = value(view).dim()
+    dims = [d % rank for d in dims]
+    along = dims[-1]
+    if dims != _order(rank, along) or along == rank - 1:
+        return None
+    return (logits, along) if lies_in_memory(logits) and is_contiguous(value(logits)) else None
 
 
 def rewrite(graph: Any) -> None:

@@ -23,7 +23,7 @@ from .row_softmax import anchor_of, soft_cap
 
 
 @triton.jit
-def _place(places, PLACES_OF: tl.constexpr, PLACES: tl.constexpr):
+def place_of(places, PLACES: tl.constexpr):
     """(sample, the program's places in it as [1, 1, PLACES])."""
     tiles = tl.cdiv(places, PLACES)
     sample, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -31,22 +31,22 @@ def _place(places, PLACES_OF: tl.constexpr, PLACES: tl.constexpr):
 
 
 @triton.jit
-def _classes(first, R: tl.constexpr, SPLIT: tl.constexpr):
-    """A block's classes as [R, SPLIT, 1]."""
+def classes_of(R: tl.constexpr, SPLIT: tl.constexpr):
+    """A block's classes, less its first, as [R, SPLIT, 1]."""
     r, s = tl.arange(0, R), tl.arange(0, SPLIT)
-    return first + r[:, None, None] * SPLIT + s[None, :, None]
+    return r[:, None, None] * SPLIT + s[None, :, None]
 
 
 @triton.jit
-def _load(X, first, d, classes, places, other, R: tl.constexpr, SPLIT: tl.constexpr):
+def load_block(X, first, d, classes, places, other, R: tl.constexpr, SPLIT: tl.constexpr):
     """A block of X, the tensor's first class of a sample, beginning at class ``first``."""
-    inside = _classes(0, R, SPLIT)
+    inside = classes_of(R, SPLIT)
     mask = (first + inside < classes) & (d < places)
     return tl.load(X + first * tl.cast(places, tl.int64) + inside * places + d, mask=mask, other=other)
 
 
 @triton.jit
-def _fold(x, shift, total, alpha):
+def fold(x, shift, total, alpha):
     """A block x [R, SPLIT, PLACES] into each thread's (shift, total) [SPLIT, PLACES]."""
     new = tl.maximum(shift, tl.max(x, 0))
     anchor = anchor_of(new)
@@ -69,14 +69,14 @@ def class_statistics_kernel(
 ):  # fmt: skip
     places = places // PLACES_OF * PLACES_OF  # what masks are made of, by its divisor
     alpha = scale * LOG2E
-    sample, d = _place(places, PLACES_OF, PLACES)
+    sample, d = place_of(places, PLACES)
     x_sample = X + sample * classes * places
     shift = tl.full([SPLIT, PLACES], -float("inf"), tl.float32)
     total = tl.zeros([SPLIT, PLACES], tl.float32)
     for first in tl.range(0, classes, R * SPLIT, num_stages=STAGES):
-        x = _load(x_sample, first, d, classes, places, -float("inf"), R, SPLIT).to(tl.float32)
+        x = load_block(x_sample, first, d, classes, places, -float("inf"), R, SPLIT).to(tl.float32)
         x, _ = soft_cap(x, cap, CAPPED)
-        shift, total = _fold(x, shift, total, alpha)
+        shift, total = fold(x, shift, total, alpha)
     anchor, everyone = _meet(shift, total, alpha)
     peak, everyone, _, _, _ = complete(
         -float("inf"), anchor, everyone, 0.0, scale, alpha, False
@@ -98,8 +98,8 @@ def _value(Y, x, scale, anchor, total, LOG: tl.constexpr):
 
 
 @triton.jit
-def _store(Y, first, d, classes, places, y, R: tl.constexpr, SPLIT: tl.constexpr):
-    inside = _classes(0, R, SPLIT)
+def store_block(Y, first, d, classes, places, y, R: tl.constexpr, SPLIT: tl.constexpr):
+    inside = classes_of(R, SPLIT)
     mask = (first + inside < classes) & (d < places)
     tl.store(Y + first * tl.cast(places, tl.int64) + inside * places + d, y, mask=mask)
 
@@ -113,27 +113,27 @@ def class_softmax_kernel(
     places = places // PLACES_OF * PLACES_OF
     scale = tl.cast(scale, tl.float32)
     alpha = scale * LOG2E
-    sample, d = _place(places, PLACES_OF, PLACES)
+    sample, d = place_of(places, PLACES)
     x_sample, y_sample = X + sample * classes * places, Y + sample * classes * places
     shift = tl.full([SPLIT, PLACES], -float("inf"), tl.float32)
     total = tl.zeros([SPLIT, PLACES], tl.float32)
     if ONE:
-        kept = _load(x_sample, 0, d, classes, places, -float("inf"), R, SPLIT)
-        shift, total = _fold(kept.to(tl.float32), shift, total, alpha)
+        kept = load_block(x_sample, 0, d, classes, places, -float("inf"), R, SPLIT)
+        shift, total = fold(kept.to(tl.float32), shift, total, alpha)
         anchor, everyone = _meet(shift, total, alpha)
         y = _value(Y, kept, scale, anchor, everyone, LOG)
-        _store(y_sample, 0, d, classes, places, y, R, SPLIT)
+        store_block(y_sample, 0, d, classes, places, y, R, SPLIT)
     else:
         for first in tl.range(0, classes, R * SPLIT, num_stages=STAGES):
-            x = _load(x_sample, first, d, classes, places, -float("inf"), R, SPLIT).to(tl.float32)
-            shift, total = _fold(x, shift, total, alpha)
+            x = load_block(x_sample, first, d, classes, places, -float("inf"), R, SPLIT).to(tl.float32)
+            shift, total = fold(x, shift, total, alpha)
         anchor, everyone = _meet(shift, total, alpha)
         last = (classes - 1) // (R * SPLIT) * (R * SPLIT)
         for step in tl.range(0, classes, R * SPLIT, num_stages=STAGES):
             first = last - step
-            x = _load(x_sample, first, d, classes, places, 0.0, R, SPLIT)
+            x = load_block(x_sample, first, d, classes, places, 0.0, R, SPLIT)
             y = _value(Y, x, scale, anchor, everyone, LOG)
-            _store(y_sample, first, d, classes, places, y, R, SPLIT)
+            store_block(y_sample, first, d, classes, places, y, R, SPLIT)
 
 
 @triton.jit
@@ -162,27 +162,27 @@ def class_softmax_backward_kernel(
 ):  # fmt: skip
     places = places // PLACES_OF * PLACES_OF
     scale = tl.cast(scale, tl.float32)
-    sample, d = _place(places, PLACES_OF, PLACES)
+    sample, d = place_of(places, PLACES)
     at = sample * classes * places
     y_sample, g_sample, dx_sample = Y + at, G + at, DX + at
     total = tl.zeros([SPLIT, PLACES], tl.float32)
     if ONE:
-        y = _load(y_sample, 0, d, classes, places, 0.0, R, SPLIT)
-        g = _load(g_sample, 0, d, classes, places, 0.0, R, SPLIT)
+        y = load_block(y_sample, 0, d, classes, places, 0.0, R, SPLIT)
+        g = load_block(g_sample, 0, d, classes, places, 0.0, R, SPLIT)
         dx = _slope(DX, y, g, tl.sum(_term(y, g, LOG), 0), scale, LOG)
-        _store(dx_sample, 0, d, classes, places, dx, R, SPLIT)
+        store_block(dx_sample, 0, d, classes, places, dx, R, SPLIT)
     else:
         for first in tl.range(0, classes, R * SPLIT, num_stages=STAGES):
-            g = _load(g_sample, first, d, classes, places, 0.0, R, SPLIT)
+            g = load_block(g_sample, first, d, classes, places, 0.0, R, SPLIT)
             y = g
             if not LOG:
-                y = _load(y_sample, first, d, classes, places, 0.0, R, SPLIT)
+                y = load_block(y_sample, first, d, classes, places, 0.0, R, SPLIT)
             total += _term(y, g, LOG)
         everyone = tl.sum(total, 0)
         last = (classes - 1) // (R * SPLIT) * (R * SPLIT)
         for step in tl.range(0, classes, R * SPLIT, num_stages=STAGES):
             first = last - step
-            y = _load(y_sample, first, d, classes, places, 0.0, R, SPLIT)
-            g = _load(g_sample, first, d, classes, places, 0.0, R, SPLIT)
+            y = load_block(y_sample, first, d, classes, places, 0.0, R, SPLIT)
+            g = load_block(g_sample, first, d, classes, places, 0.0, R, SPLIT)
             dx = _slope(DX, y, g, everyone, scale, LOG)
-            _store(dx_sample, first, d, classes, places, dx, R, SPLIT)
+            store_block(dx_sample, first, d, classes, places, dx, R, SPLIT)

@@ -9,7 +9,9 @@ import torch
 import triton
 from torch.library import wrap_triton
 
+from . import class_gradient as gradient
 from . import class_softmax as kernels
+from .tilings import tunable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +24,34 @@ class Tile:
     stages: int = 1
 
 
-def _layout(chosen: Tile, x: torch.Tensor) -> dict[str, Any]:
+@tunable("cross_entropy", "strided", "classes places of", scaled="r split")
+def tile(classes: Any, places: Any, itemsize: int) -> Tile:
+    """The tile for x [N, classes, places].
+
+    So few places to a program that L2 has their logits when the second sweep comes, and 64 bytes of
+    a class at least.
+    """
+    warps = 8
+    size, least = 32 * warps * 16 // itemsize, 64 // itemsize
+    split = 4
+    known = isinstance(classes, int) and isinstance(places, int)
+    while known and size // split > least and (
+        classes * (size // split) * itemsize > 65536 or places <= size // split // 2
+    ):
+        split *= 2
+    return Tile(2, split, warps)
+
+
+def _layout(chosen: Tile | None, x: torch.Tensor, of: str) -> tuple[Tile, dict[str, Any]]:
     elements = 16 // x.element_size()
-    places = x.shape[2]
-    of = next(p for p in (16, 8, 4, 2, 1) if places % p == 0)
+    _, classes, places = x.shape
+    chosen = chosen or tile(classes, places, x.element_size(), of=of)
+    divisor = 1
+    if isinstance(places, int):
+        divisor = next(p for p in (16, 8, 4, 2, 1) if places % p == 0)
     size = 32 * chosen.warps * elements // chosen.split
-    return {
-        "PLACES_OF": of, "R": chosen.r, "SPLIT": chosen.split, "PLACES": size,
+    return chosen, {
+        "PLACES_OF": divisor, "R": chosen.r, "SPLIT": chosen.split, "PLACES": size,
         "STAGES": chosen.stages, "num_warps": chosen.warps,
     }  # fmt: skip
 
@@ -38,21 +61,21 @@ def _grid(x: torch.Tensor, layout: dict[str, Any]) -> tuple[int]:
 
 
 def statistics(
-    x: torch.Tensor, scale: float, softcap: float, chosen: Tile
+    x: torch.Tensor, scale: float, softcap: float, chosen: Tile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     n, classes, places = x.shape
-    peak, total = (torch.empty((n, places), dtype=torch.float32, device=x.device) for _ in "ab")
-    layout = _layout(chosen, x)
+    peak, total = (torch.empty(n * places, dtype=torch.float32, device=x.device) for _ in "ab")
+    chosen, layout = _layout(chosen, x, "statistics")
     wrap_triton(kernels.class_statistics_kernel)[_grid(x, layout)](
         x, peak, total, classes, places, scale, softcap or 1.0, CAPPED=softcap != 0, **layout
     )
     return peak, total
 
 
-def forward(x: torch.Tensor, scale: float, log: bool, chosen: Tile) -> torch.Tensor:
+def forward(x: torch.Tensor, scale: float, log: bool, chosen: Tile | None = None) -> torch.Tensor:
     _, classes, places = x.shape
     y = torch.empty_like(x)
-    layout = _layout(chosen, x)
+    chosen, layout = _layout(chosen, x, "values")
     wrap_triton(kernels.class_softmax_kernel)[_grid(x, layout)](
         x, y, classes, places, scale, LOG=log, ONE=classes <= chosen.r * chosen.split, **layout
     )
@@ -60,12 +83,34 @@ def forward(x: torch.Tensor, scale: float, log: bool, chosen: Tile) -> torch.Ten
 
 
 def backward(
-    y: torch.Tensor, g: torch.Tensor, scale: float, log: bool, chosen: Tile
+    y: torch.Tensor, g: torch.Tensor, scale: float, log: bool, chosen: Tile | None = None
 ) -> torch.Tensor:
     _, classes, places = y.shape
     dx = torch.empty_like(y)
-    layout = _layout(chosen, y)
+    chosen, layout = _layout(chosen, y, "backward")
     wrap_triton(kernels.class_softmax_backward_kernel)[_grid(y, layout)](
         y, g, dx, classes, places, scale, LOG=log, ONE=classes <= chosen.r * chosen.split, **layout
     )
     return dx
+
+
+def rows_and_gradient(
+    x: torch.Tensor, target: torch.Tensor, a0: torch.Tensor, a1: torch.Tensor | None,
+    b: torch.Tensor, c: torch.Tensor | None, scale: float, softcap: float,
+    chosen: Tile | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """(peak, total, below, picked, dx) of ``class_gradient``."""
+    n, classes, places = x.shape
+    rows = n * places
+    results = [
+        torch.empty(count, dtype=torch.float32, device=x.device)
+        for count in (rows, rows, rows if c is not None else 0, rows)
+    ]
+    dx = torch.empty_like(x)
+    chosen, layout = _layout(chosen, x, "gradient")
+    wrap_triton(gradient.class_gradient_kernel)[_grid(x, layout)](
+        x, dx, target, a0, a0 if a1 is None else a1, b, b if c is None else c, *results,
+        classes, places, scale, softcap or 1.0,
+        Z=a1 is not None, SMOOTH=c is not None, CAPPED=softcap != 0, **layout,
+    )  # fmt: skip
+    return *results, dx

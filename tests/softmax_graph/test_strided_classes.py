@@ -1,0 +1,118 @@
+"""Losses over classes that are strided in memory: a class per pixel, or per token in front."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inductor_ext.lowerings import loss_rows
+
+import inductor_ext
+from inductor_ext.testing import compile_for
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def all_on():
+    with inductor_ext.enable("fused_loss"):
+        yield
+
+
+def plain(x, y):
+    return F.cross_entropy(x, y)
+
+
+def summed(x, y):
+    return F.cross_entropy(x.float(), y, reduction="sum")
+
+
+def smoothed(x, y):
+    return F.cross_entropy(x.float(), y, label_smoothing=0.1)
+
+
+def with_z_loss(x, y):
+    z = 30 * torch.tanh(x.float() / 30)
+    return F.cross_entropy(z, y) + 1e-4 * z.logsumexp(1).square().mean()
+
+
+def gathered(x, y):
+    return -(0.7 * x.float()).log_softmax(1).gather(1, y.clamp(0)[:, None]).mean()
+
+
+def weighted_by_place(x, y):
+    losses = F.cross_entropy(x.float(), y, reduction="none")
+    return (losses * torch.arange(losses.shape[-1], device=x.device)).sum()
+
+
+def with_an_accuracy(x, y):
+    return F.cross_entropy(x, y) + 0.0 * (x.detach().argmax(1) == y).float().mean()
+
+
+LOSSES = (plain, summed, smoothed, with_z_loss, gathered, weighted_by_place, with_an_accuracy)
+
+
+def drawn(*shape, dtype=BF16):
+    y = torch.randint(0, shape[1], (shape[0], *shape[2:]))
+    y.view(-1)[1::5] = -100
+    return [torch.randn(shape).mul(3).to(dtype), y]
+
+
+def taken(code):
+    return [d.lowering for d in code.decisions if d.fired and d.chosen == "one sweep, strided"]
+
+
+@pytest.mark.parametrize("fn", LOSSES)
+def test_numbers(fn, judged):
+    assert taken(judged(fn, drawn(2, 19, 5, 7)))
+
+
+@pytest.mark.parametrize("shape", [(3, 150, 33), (2, 11, 2, 3, 4), (1, 1200, 9)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_shapes(shape, dtype, judged):
+    assert taken(judged(plain, drawn(*shape, dtype=dtype)))
+
+
+def test_sizes_that_change(judged):
+    first, y = drawn(2, 19, 5, 7)
+    for i, dims in ((0, (first, y)), (2, (first,)), (1, (y,))):
+        for t in dims:
+            torch._dynamo.mark_dynamic(t, i)
+    assert taken(judged(plain, [first, y], run=drawn(3, 19, 4, 7), dynamic=True))
+
+
+@pytest.mark.codegen
+def test_nothing_of_their_size_is_read_or_written_beside():
+    x = torch.empty(8, 19, 512, 512, dtype=BF16, device="meta", requires_grad=True)
+    y = torch.empty(8, 512, 512, dtype=torch.int64, device="meta")
+    code = compile_for("h200", plain, x, y, grad=True)
+    assert "torch.ops.inductor_ext.class_rows_and_gradient.default" in code.calls
+    assert "39845888" not in "".join(k.source for k in code.kernels)
+    assert [d.chosen for d in code.decisions] == ["one sweep, strided", "in place"]
+
+
+def result_too(x, y):
+    p = x.float().log_softmax(1)
+    return F.nll_loss(p, y) + p.square().mean()
+
+
+def beside_another_tensor(x, y):
+    return F.cross_entropy(x.float() + torch.ones_like(x.float().transpose(1, 2)).transpose(1, 2), y)
+
+
+@pytest.mark.parametrize("fn", [result_too, beside_another_tensor])
+def test_what_is_left_is_stocks_code(fn):
+    x, y = drawn(4, 19, 8, 8)
+    code = compile_for("h200", fn, x.requires_grad_(), y, grad=True)
+    assert not any(d.fired for d in code.decisions)
+    with inductor_ext.disable():
+        assert [k.source for k in compile_for("h200", fn, x, y, grad=True).kernels] == [
+            k.source for k in code.kernels
+        ]
+
+
+@pytest.mark.parametrize("shape", [(4, 9, 64, 64), (2, 19, 8, 8)])
+def test_few_classes_and_small_logits_are_left(shape, monkeypatch):
+    if shape[1] > 9:
+        monkeypatch.setattr(loss_rows, "LEAST_STRIDED_BYTES", 2**25)
+    x, y = drawn(*shape)
+    code = compile_for("h200", plain, x.requires_grad_(), y, grad=True)
+    assert not any(d.fired for d in code.decisions)
