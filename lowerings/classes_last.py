@@ -10,6 +10,7 @@ of that size in the other order is left.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -220,6 +221,10 @@ class _Images:
         """A view that adds or drops dimensions of size 1."""
         source, shape = node.args[0], value(node).shape
         sizes = value(source).shape
+        for own in range(len(sizes)):
+            if _kept(sizes, shape, own) == along:
+                inner = self.of(source, own, depth)
+                return self.call(aten.view.default, inner, self.sizes(_moved(shape, along)))
         kept = [(i, s) for i, s in enumerate(sizes) if not same_size(s, 1)]
         new = [(i, s) for i, s in enumerate(shape) if not same_size(s, 1)]
         if len(kept) != len(new) or not all(
@@ -262,8 +267,23 @@ def _classes(images: _Images, node: Any) -> int | None:
     return None
 
 
+def _kept(sizes: Any, shape: Any, along: int) -> int | None:
+    """Where a dimension goes in a view that merges or splits only what lies on one side of it;
+    None where that is not known."""
+    if not all(isinstance(s, int) for s in (*sizes, *shape)) or sizes[along] == 1:
+        return None
+    before, after = math.prod(sizes[:along]), math.prod(sizes[along + 1 :])
+    for i, size in enumerate(shape):
+        if size == sizes[along] and math.prod(shape[:i]) == before:
+            return i if math.prod(shape[i + 1 :]) == after else None
+    return None
+
+
 def _place(sizes: Any, shape: Any, along: int) -> int | None:
-    """Where a dimension goes as dimensions of size 1 are added or dropped; None: it is dropped."""
+    """Where a dimension goes as others are added, dropped or merged; None: it is dropped."""
+    kept = _kept(sizes, shape, along)
+    if kept is not None:
+        return kept
     if same_size(sizes[along], 1):
         before = sum(not same_size(s, 1) for s in sizes[:along])
         seen = 0

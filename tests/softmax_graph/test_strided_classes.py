@@ -76,7 +76,7 @@ def test_sizes_that_change(judged):
     for i, dims in ((0, (first, y)), (2, (first,)), (1, (y,))):
         for t in dims:
             torch._dynamo.mark_dynamic(t, i)
-    assert taken(judged(plain, [first, y], run=drawn(3, 19, 4, 7), dynamic=True))
+    assert taken(judged(plain, [first, y], run=drawn(3, 19, 4, 7)))
 
 
 @pytest.mark.codegen
