@@ -126,7 +126,8 @@ def _emit_strided(gradient: Gradient) -> None:
     sizes = emitter.forms.sizes(shape)
     x = logits
     if along != 1 or len(shape) != 3:
-        x = call(aten.view.default, x, [math.prod(shape[:along]), sizes[along], -1])
+        before = emitter.forms.sizes([math.prod(shape[:along])])
+        x = call(aten.view.default, x, [*before, sizes[along], -1])
     scales = gradient.scale, gradient.softcap
     *rows, dx = emitter.operation(STRIDED, x, target, *factors, *scales)
     emitter.statistics(*rows)

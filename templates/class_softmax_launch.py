@@ -24,6 +24,18 @@ class Tile:
     stages: int = 1
 
 
+_LEAST, MOST = 32, 2**24  # places of a sample
+_FEW = 132  # programs that leave multiprocessors idle
+
+
+def applies(x: torch.Tensor) -> bool:
+    """Whether x [N, C, D] has the places that occupy a card, next to each other."""
+    n, _, places = x.shape
+    if not (isinstance(n, int) and isinstance(places, int)):
+        return False
+    return _LEAST <= places <= MOST and n * places >= _FEW * _LEAST
+
+
 @tunable("cross_entropy", "strided", "classes places of", scaled="r split")
 def tile(classes: Any, places: Any, itemsize: int) -> Tile:
     """The tile for x [N, classes, places].
@@ -60,6 +72,11 @@ def _grid(x: torch.Tensor, layout: dict[str, Any]) -> tuple[int]:
     return (x.shape[0] * triton.cdiv(x.shape[2], layout["PLACES"]),)
 
 
+def _one(classes: Any, chosen: Tile) -> bool:
+    """Whether one block has all classes."""
+    return isinstance(classes, int) and classes <= chosen.r * chosen.split
+
+
 def statistics(
     x: torch.Tensor, scale: float, softcap: float, chosen: Tile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +94,7 @@ def forward(x: torch.Tensor, scale: float, log: bool, chosen: Tile | None = None
     y = torch.empty_like(x)
     chosen, layout = _layout(chosen, x, "values")
     wrap_triton(kernels.class_softmax_kernel)[_grid(x, layout)](
-        x, y, classes, places, scale, LOG=log, ONE=classes <= chosen.r * chosen.split, **layout
+        x, y, classes, places, scale, LOG=log, ONE=_one(classes, chosen), **layout
     )
     return y
 
@@ -89,7 +106,7 @@ def backward(
     dx = torch.empty_like(y)
     chosen, layout = _layout(chosen, y, "backward")
     wrap_triton(kernels.class_softmax_backward_kernel)[_grid(y, layout)](
-        y, g, dx, classes, places, scale, LOG=log, ONE=classes <= chosen.r * chosen.split, **layout
+        y, g, dx, classes, places, scale, LOG=log, ONE=_one(classes, chosen), **layout
     )
     return dx
 

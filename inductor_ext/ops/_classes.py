@@ -29,7 +29,7 @@ def class_rows_and_gradient(
     """
     rows = _shape(x)
     _joint._check(rows, x.dtype, target, (a0, a1, b, c), scale, softcap)
-    if not _rows.kernels_apply(x):
+    if not _rows.kernels_apply(x) or x.shape[2] > launch.MOST:
         *made, dx = _joint._composed(_flat(x), target, a0, a1, b, c, scale, softcap)
         n, classes, places = x.shape
         dx = dx.view(n, places, classes).transpose(1, 2).contiguous()
@@ -60,7 +60,7 @@ def class_statistics(x: Tensor, scale: float, softcap: float) -> tuple[Tensor, T
     Deterministic. Raises ValueError for what does not fit.
     """
     _joint._check_rows(_shape(x), scale, softcap)
-    if not _rows.kernels_apply(x):
+    if not _rows.kernels_apply(x) or x.shape[2] > launch.MOST:
         peak, total, _ = _joint._statistics(composed.logits_of(_flat(x), scale, softcap))
         return peak, total
     with _rows.beside(x):
