@@ -75,7 +75,9 @@ def class_statistics_kernel(
     total = tl.zeros([SPLIT, PLACES], tl.float32)
     for first in tl.range(0, classes, R * SPLIT, num_stages=STAGES):
         x = load_block(x_sample, first, d, classes, places, -float("inf"), R, SPLIT).to(tl.float32)
-        x, _ = soft_cap(x, cap, CAPPED)
+        if CAPPED:
+            x, _ = soft_cap(x, cap, CAPPED)
+            x = tl.where(first + classes_of(R, SPLIT) < classes, x, -float("inf"))
         shift, total = fold(x, shift, total, alpha)
     anchor, everyone = _meet(shift, total, alpha)
     peak, everyone, _, _, _ = complete(
