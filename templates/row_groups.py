@@ -9,7 +9,8 @@ a ring of STAGES rows. What they have of a row goes to the others as one 64-bit 
 until it is there, and is asked for a row later: while it is on its way the next row is reduced, and
 the rows behind are copied. So memory never waits for the exchange, and each element is read once.
 
-All programs must be on the card at once: the launch is a cooperative one. Every program adds up the
+All programs must be on the card at once: the launch is a cooperative one, which is refused where
+they are not. Nothing hangs all the same: who waits for seconds in vain writes NaN. Every program adds up the
 words of a row in one order, so all have the same numbers, and the same in every run.
 """
 
@@ -92,19 +93,20 @@ def share_of(ring, stage, first, end, alpha, KIND: gl.constexpr, K: gl.constexpr
 
 
 @gluon.jit
-def words_of(WORDS, row, LOOKS: gl.constexpr, GROUP: gl.constexpr, PADDED: gl.constexpr,
+def words_of(WORDS, row, patience, GROUP: gl.constexpr, PADDED: gl.constexpr,
              LAYOUT: gl.constexpr):  # fmt: skip
-    """The words of a row, waited for; 0 behind the last."""
+    """(the words of a row, which of them there are, the patience left): waited for, but not longer
+    than ``patience`` looks."""
     lane = gl.arange(0, PADDED, LAYOUT)
     at = WORDS + gl.to_tensor(row).to(gl.int64) * GROUP + lane
     words = gl.load(at, mask=lane < GROUP, other=1, volatile=True)
     missing = gl.max((words == 0).to(gl.int32), 0)
     looks = 0
-    while (missing != 0) & (looks < LOOKS):
+    while (missing != 0) & (looks < patience):
         words = gl.load(at, mask=lane < GROUP, other=1, volatile=True)
         missing = gl.max((words == 0).to(gl.int32), 0)
         looks += 1
-    return gl.where(lane < GROUP, words, 0), lane < GROUP
+    return words, lane < GROUP, gl.where(missing != 0, 0, patience)
 
 
 @gluon.jit
@@ -118,6 +120,7 @@ def write_row(
     thread = gl.arange(0, THREADS, gl.SliceLayout(1, LAYOUT))
     element = gl.arange(0, E, gl.SliceLayout(0, LAYOUT))
     low = words.to(gl.int32).to(gl.float32, bitcast=True)
+    low = gl.where(words == 0, float("nan"), low)  # in vain
     anchor = 0.0
     if KIND == SOFTMAX or KIND == LOG_SOFTMAX:
         high = (words >> 32).to(gl.int32).to(gl.float32, bitcast=True)
@@ -152,7 +155,7 @@ def write_row(
 def group_kernel(
     X, G, Y, WORDS, rows, columns, x_stride, g_stride, y_stride, segment, scale,
     KIND: gl.constexpr, GROUP: gl.constexpr, PADDED: gl.constexpr, K: gl.constexpr,
-    STAGES: gl.constexpr, E: gl.constexpr, LOOKS: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr, E: gl.constexpr, PATIENCE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [WARPS, 1], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -178,6 +181,7 @@ def group_kernel(
         copy_row(ring, s, sources, group + s * groups, rows, first, end, K, LAYOUT)
     count = (rows - group + groups - 1) // groups
     stage = 0
+    patience = gl.to_tensor(PATIENCE)
     for i in range(0, count + 1):
         row = group + i * groups
         if i < count:
@@ -186,7 +190,7 @@ def group_kernel(
             gl.store(WORDS + gl.to_tensor(row).to(gl.int64) * GROUP + part, word)
         before = (stage + STAGES - 1) % STAGES
         if i > 0:
-            words, there = words_of(WORDS, row - groups, LOOKS, GROUP, PADDED, LANES)
+            words, there, patience = words_of(WORDS, row - groups, patience, GROUP, PADDED, LANES)
             write_row(
                 ring, before, Y, y_stride, row - groups, first, end, words, there, scale, alpha,
                 KIND, K, LAYOUT,
