@@ -33,6 +33,7 @@ from inductor_ext.editing import Editor, same_size, value
 aten, prims = torch.ops.aten, torch.ops.prims
 NAME = "classes_last"
 DEPTH = 64
+CLASSES = 10  # strided in memory, below which stock holds those of a place in a thread's registers
 
 # They may add or drop dimensions of size 1.
 _RESHAPED = {

@@ -49,7 +49,6 @@ from inductor_ext.ops import _classes
 aten = torch.ops.aten
 NAME, LINEAR = "fused_loss", "linear_cross_entropy"
 STRIDED = _classes.class_rows_and_gradient._opoverload
-CLASSES = 10  # strided ones, below which stock reads them once
 
 
 def _losses(
@@ -215,7 +214,7 @@ def rewrite_strided(graph: Any) -> None:
 def _is_strided(core: Core) -> bool:
     """Whether classes are strided in memory, and too many for stock to hold those of a place in one
     thread's registers."""
-    return classes_last.strided(core) is not None and is_long(core.x, core.dim, CLASSES - 1)
+    return classes_last.strided(core) is not None and is_long(core.x, core.dim, classes_last.CLASSES - 1)
 
 
 def _rewrite(

@@ -87,6 +87,36 @@ def test_nothing_of_their_size_is_read_or_written_beside():
     assert [d.chosen for d in code.decisions] == ["one sweep, strided", "in place"]
 
 
+def per_place(x, y):
+    return F.cross_entropy(x, y, reduction="none")
+
+
+def log_sum(x, y):
+    return (0.5 * x.float()).logsumexp(1)
+
+
+@pytest.mark.parametrize("fn", [per_place, log_sum])
+def test_numbers_of_statistics(fn, judged):
+    code = judged(fn, drawn(2, 19, 5, 7))
+    assert [d.chosen for d in code.decisions if d.fired] == ["class_statistics"]
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("fn", [plain, per_place, with_z_loss])
+def test_inference_reads_them_once(fn):
+    x = torch.empty(8, 19, 512, 512, dtype=BF16, device="meta")
+    y = torch.empty(8, 512, 512, dtype=torch.int64, device="meta")
+    with torch.no_grad():
+        code = compile_for("h200", fn, x, y)
+    assert [d.chosen for d in code.decisions] == ["class_statistics"]
+    assert code.calls[0] == "torch.ops.inductor_ext.class_statistics.default"
+    assert "39845888" not in "".join(k.source for k in code.kernels)
+
+
+def values(x, y):
+    return x.softmax(1)
+
+
 def result_too(x, y):
     p = x.float().log_softmax(1)
     return F.nll_loss(p, y) + p.square().mean()
@@ -96,7 +126,7 @@ def beside_another_tensor(x, y):
     return F.cross_entropy(x.float() + torch.ones_like(x.float().transpose(1, 2)).transpose(1, 2), y)
 
 
-@pytest.mark.parametrize("fn", [result_too, beside_another_tensor])
+@pytest.mark.parametrize("fn", [values, result_too, beside_another_tensor])
 def test_what_is_left_is_stocks_code(fn):
     x, y = drawn(4, 19, 8, 8)
     code = compile_for("h200", fn, x.requires_grad_(), y, grad=True)
