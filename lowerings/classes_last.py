@@ -222,9 +222,9 @@ class _Images:
         """A view that adds or drops dimensions of size 1."""
         source, shape = node.args[0], value(node).shape
         sizes = value(source).shape
-        for own in range(len(sizes)):
-            if _kept(sizes, shape, own) == along:
-                inner = self.of(source, own, depth)
+        for at in range(len(sizes)):
+            if _kept(sizes, shape, at) == along:
+                inner = self.of(source, at, depth)
                 return self.call(aten.view.default, inner, self.sizes(_moved(shape, along)))
         kept = [(i, s) for i, s in enumerate(sizes) if not same_size(s, 1)]
         new = [(i, s) for i, s in enumerate(shape) if not same_size(s, 1)]

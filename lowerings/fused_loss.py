@@ -42,7 +42,7 @@ from inductor_ext.lowerings.softmax_cores import (
     why_not,
 )
 
-from inductor_ext import choosing, compat, compat_fx, editing, registry, report
+from inductor_ext import choosing, compat_fx, editing, registry, report
 from inductor_ext.editing import value
 from inductor_ext.ops import _classes
 
@@ -51,9 +51,7 @@ NAME, LINEAR = "fused_loss", "linear_cross_entropy"
 STRIDED = _classes.class_rows_and_gradient._opoverload
 
 
-def _losses(
-    graph: Any, numbers: editing.Numbers, longer: int = LONG
-) -> list[list[Core]]:
+def _losses(graph: Any, numbers: editing.Numbers, longer: int = LONG) -> list[list[Core]]:
     """The groups of softmaxes with equal logits, of rows ``longer`` than that, that may be those of
     a loss."""
     groups: dict[Any, list[Core]] = {}
@@ -177,7 +175,8 @@ def _take_strided(graph: Any, core: Core, logits: Any) -> bool:
 
 def _copied(graph: Any) -> tuple[Any, dict[Any, Any]]:
     """A copy of a graph, and its node for each."""
-    copy, nodes = torch.fx.Graph(), {}
+    copy = torch.fx.Graph()
+    nodes: dict[Any, Any] = {}
     copy.output(copy.graph_copy(graph, nodes))
     return copy, nodes
 
@@ -214,7 +213,9 @@ def rewrite_strided(graph: Any) -> None:
 def _is_strided(core: Core) -> bool:
     """Whether classes are strided in memory, and too many for stock to hold those of a place in one
     thread's registers."""
-    return classes_last.strided(core) is not None and is_long(core.x, core.dim, classes_last.CLASSES - 1)
+    return classes_last.strided(core) is not None and is_long(
+        core.x, core.dim, classes_last.CLASSES - 1
+    )
 
 
 def _rewrite(

@@ -418,9 +418,7 @@ class Emitter:
     def _log(self, total: Any) -> Any:
         return self.editor.call(aten.log.default, total)
 
-    def scaled(
-        self, made: Any, node: Any, transposed: bool = False, strided: Any = None
-    ) -> None:
+    def scaled(self, made: Any, node: Any, transposed: bool = False, strided: Any = None) -> None:
         """Put what was made for an incoming gradient of 1, or its transpose, in place of a node.
         ``strided``: it is that of the shape, permuted as said."""
         editor, forms = self.editor, self.forms

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings import classes_last, loss_rows, softmax_gradients, softmax_values
+from inductor_ext.lowerings.classes_last import CLASSES
 from inductor_ext.lowerings.loss_rows import (
     NARROW,
     Level,
@@ -31,7 +32,6 @@ from inductor_ext.lowerings.loss_rows import (
     numel,
     reached,
 )
-from inductor_ext.lowerings.classes_last import CLASSES
 from inductor_ext.lowerings.softmax_cores import (
     LONG,
     MEANS,
@@ -306,7 +306,9 @@ def rewrite(graph: Any) -> None:
                 _check_values(graph, group, of_tangent)
                 _emit_strided(graph, numbers, group)
                 why = "one read of the logits"
-                report.record(report.Decision(NAME, True, "class_statistics", why, here, "heuristic"))
+                report.record(
+                    report.Decision(NAME, True, "class_statistics", why, here, "heuristic")
+                )
                 continue
             levels = levels_of(group[0].x, numbers)
             whole = softmax_values.written(group, levels, of_tangent)

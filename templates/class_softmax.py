@@ -42,7 +42,9 @@ def load_block(X, first, d, classes, places, other, R: tl.constexpr, SPLIT: tl.c
     """A block of X, the tensor's first class of a sample, beginning at class ``first``."""
     inside = classes_of(R, SPLIT)
     mask = (first + inside < classes) & (d < places)
-    return tl.load(X + first * tl.cast(places, tl.int64) + inside * places + d, mask=mask, other=other)
+    return tl.load(
+        X + first * tl.cast(places, tl.int64) + inside * places + d, mask=mask, other=other
+    )
 
 
 @triton.jit
@@ -93,7 +95,9 @@ def class_statistics_kernel(
 def _value(Y, x, scale, anchor, total, LOG: tl.constexpr):
     x = x.to(tl.float32) - anchor[None, None, :]
     if LOG:
-        y = tl.fma(x, tl.full(x.shape, 1.0, tl.float32) * scale, (tl.log2(total) * -LN2)[None, None, :])
+        y = tl.fma(
+            x, tl.full(x.shape, 1.0, tl.float32) * scale, (tl.log2(total) * -LN2)[None, None, :]
+        )
     else:
         y = tl.exp2(x * (scale * LOG2E)) / total[None, None, :]
     return y.to(Y.dtype.element_ty)
@@ -127,7 +131,9 @@ def class_softmax_kernel(
         store_block(y_sample, 0, d, classes, places, y, R, SPLIT)
     else:
         for first in tl.range(0, classes, R * SPLIT, num_stages=STAGES):
-            x = load_block(x_sample, first, d, classes, places, -float("inf"), R, SPLIT).to(tl.float32)
+            x = load_block(x_sample, first, d, classes, places, -float("inf"), R, SPLIT).to(
+                tl.float32
+            )
             shift, total = fold(x, shift, total, alpha)
         anchor, everyone = _meet(shift, total, alpha)
         last = (classes - 1) // (R * SPLIT) * (R * SPLIT)

@@ -47,8 +47,10 @@ def tile(classes: Any, places: Any, itemsize: int) -> Tile:
     size, least = 32 * warps * 16 // itemsize, 64 // itemsize
     split = 4
     known = isinstance(classes, int) and isinstance(places, int)
-    while known and size // split > least and (
-        classes * (size // split) * itemsize > 65536 or places <= size // split // 2
+    while (
+        known
+        and size // split > least
+        and (classes * (size // split) * itemsize > 65536 or places <= size // split // 2)
     ):
         split *= 2
     return Tile(2, split, warps)

@@ -10,8 +10,8 @@ until it is there, and is asked for a row later: while it is on its way the next
 the rows behind are copied. So memory never waits for the exchange, and each element is read once.
 
 All programs must be on the card at once: the launch is a cooperative one, which is refused where
-they are not. Nothing hangs all the same: who waits for seconds in vain writes NaN. Every program adds up the
-words of a row in one order, so all have the same numbers, and the same in every run.
+they are not. Nothing hangs all the same: who waits for seconds in vain writes NaN. Every program
+adds up the words of a row in one order, so all have the same numbers, and the same in every run.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def group_kernel(
     if TWO:
         sources = (X, x_stride), (G, g_stride)
     else:
-        sources = ((X, x_stride),)
+        sources = ((X, x_stride),)  # type: ignore[assignment]
     for s in gl.static_range(STAGES - 1):
         copy_row(ring, s, sources, group + s * groups, rows, first, end, K, LAYOUT)
     count = (rows - group + groups - 1) // groups

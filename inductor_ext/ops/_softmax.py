@@ -53,9 +53,7 @@ def _composed(x: Tensor, scale: float, log: bool, dim: int = -1) -> Tensor:
     return (z.log_softmax(dim) if log else z.softmax(dim)).to(x.dtype)
 
 
-def _composed_gradient(
-    y: Tensor, g: Tensor, scale: float, log: bool, dim: int = -1
-) -> Tensor:
+def _composed_gradient(y: Tensor, g: Tensor, scale: float, log: bool, dim: int = -1) -> Tensor:
     wide, g = y.float(), g.float()
     if log:
         dx = g - wide.exp() * g.sum(dim, keepdim=True)

@@ -21,7 +21,10 @@ def on_cpu(tile, strided=False):
 
     None: rows are split. ``strided``: classes that are not the last dimension are read as they lie.
     """
-    with launches_interpreted(softmax, softmax_split, class_softmax_launch), pytest.MonkeyPatch.context() as patch:
+    with (
+        launches_interpreted(softmax, softmax_split, class_softmax_launch),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(_softmax, "kernels_apply", _rows.shapes_apply)
         patch.setattr(softmax, "tile", lambda *_, **__: tile)
         patch.setattr(softmax_split, "applies", lambda x: tile is None)

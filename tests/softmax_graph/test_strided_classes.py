@@ -123,7 +123,9 @@ def result_too(x, y):
 
 
 def beside_another_tensor(x, y):
-    return F.cross_entropy(x.float() + torch.ones_like(x.float().transpose(1, 2)).transpose(1, 2), y)
+    return F.cross_entropy(
+        x.float() + torch.ones_like(x.float().transpose(1, 2)).transpose(1, 2), y
+    )
 
 
 @pytest.mark.parametrize("fn", [values, result_too, beside_another_tensor])
