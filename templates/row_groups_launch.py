@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,45 @@ class Group:
         return self.stages * tensors * blocks * 32 * self.warps * 16
 
 
+def group_of(columns: int, itemsize: int, tensors: int) -> Group | None:
+    """The group for rows of ``tensors`` that are read; None where L2 holds the rows under way."""
+    if columns * itemsize <= 131072:
+        return None
+    size = 8
+    while size <= 32:
+        group = Group(size, 16, 3)
+        if group.shared(columns, itemsize, tensors) <= SHARED_BYTES:
+            return group
+        size *= 2
+    return None
+
+
+def takes(x: torch.Tensor, *others: torch.Tensor) -> Group | None:
+    """The group for rows of x [N, V] and of others that are read beside it; None where they are
+    left to one program each."""
+    rows, columns = x.shape
+    # While a program is traced there are no rows yet, and its launches are other kernels.
+    real = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cuda
+    if not real or not triton.__version__.startswith(VERSIONS):
+        return None
+    if torch.cuda.get_device_capability(x.device) != (9, 0):
+        return None
+    elements = 16 // x.element_size()
+    tensors = (x, *others)
+    on_16_bytes = all(t.stride(0) % elements == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+    if columns % elements or not on_16_bytes:
+        return None
+    group = group_of(columns, x.element_size(), len(tensors))
+    if group is None or rows * group.size < 4 * _multiprocessors(x.device) * group.resident:
+        return None  # too few rows to have some of them under way all the time
+    return group
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def kernels() -> ModuleType:
     from . import row_groups  # which needs a Triton that has Gluon
 
@@ -68,8 +108,22 @@ def launch(
     kind: int, x: torch.Tensor, g: torch.Tensor, y: torch.Tensor, scale: float, group: Group
 ) -> None:
     """Write y, from x, and g of a gradient: rows of one dtype on 16 bytes."""
-    card = torch.cuda.get_device_properties(x.device)
-    programs, given = arguments(
-        kind, x, g, y, scale, group, card.multi_processor_count * group.resident
-    )
+    most = _multiprocessors(x.device) * group.resident
+    programs, given = arguments(kind, x, g, y, scale, group, most)
     kernels().group_kernel[(programs,)](**given, launch_cooperative_grid=True)
+
+
+def forward(x: torch.Tensor, scale: float, log: bool, group: Group) -> torch.Tensor:
+    """``softmax.forward``."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(LOG_SOFTMAX if log else SOFTMAX, x, x, y, scale, group)
+    return y
+
+
+def backward(
+    y: torch.Tensor, g: torch.Tensor, scale: float, log: bool, group: Group
+) -> torch.Tensor:
+    """``softmax.backward``."""
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    launch(LOG_SOFTMAX_BACKWARD if log else SOFTMAX_BACKWARD, y, g, dx, scale, group)
+    return dx

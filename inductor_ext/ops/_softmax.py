@@ -13,6 +13,7 @@ from inductor_ext.ops._cross_entropy import check_dtype
 from inductor_ext.ops._opaque import traced_op
 from inductor_ext.ops._rows import beside, is_zero, kernels_apply
 from inductor_ext.templates import class_softmax_launch as strided
+from inductor_ext.templates import row_groups_launch as groups
 from inductor_ext.templates import softmax as kernels
 from inductor_ext.templates import softmax_split as split
 
@@ -21,6 +22,9 @@ from inductor_ext.templates import softmax_split as split
 def _forward(x: Tensor, scale: float, log: bool) -> Tensor:
     if not kernels_apply(x):  # a program for a card that is run without one
         return _composed(x, scale, log)
+    group = groups.takes(x)
+    if group is not None:
+        return groups.forward(x, scale, log, group)
     chosen = split if split.applies(x) else kernels
     return chosen.forward(x, scale, log)
 
@@ -43,6 +47,9 @@ def _backward_strided(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
 def _backward(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
     if not kernels_apply(y):
         return _composed_gradient(y, g, scale, log)
+    group = groups.takes(y, g)
+    if group is not None:
+        return groups.backward(y, g, scale, log, group)
     chosen = split if split.applies(y) else kernels
     return chosen.backward(y, g, scale, log)
 
