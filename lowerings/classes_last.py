@@ -35,6 +35,9 @@ NAME = "classes_last"
 DEPTH = 64
 CLASSES = 10  # strided in memory, below which stock holds those of a place in a thread's registers
 
+# Next to each other, and in all: fewer leave threads or multiprocessors idle.
+PLACES, ROWS = 32, 32 * 132
+
 # They may add or drop dimensions of size 1.
 _RESHAPED = {
     aten.view.default,
@@ -432,8 +435,9 @@ def strided(core: Core) -> Any:
     while True:
         tensor = value(node)
         if lies_in_memory(node):
-            fits = tensor.dim() > 1 and core.dim != tensor.dim() - 1 and is_contiguous(tensor)
-            return node if fits else None
+            along = core.dim
+            last = tensor.dim() < 2 or along == tensor.dim() - 1
+            return None if last or not _occupies(tensor, along) else node
         by = by_number(node)
         if by is not None:
             node = by[0]
@@ -459,7 +463,18 @@ def memory_of(view: Any) -> tuple[Any, int] | None:
     along = dims[-1]
     if dims != _order(rank, along) or along == rank - 1:
         return None
-    return (logits, along) if lies_in_memory(logits) and is_contiguous(value(logits)) else None
+    fits = lies_in_memory(logits) and _occupies(value(logits), along)
+    return (logits, along) if fits else None
+
+
+def _occupies(tensor: torch.Tensor, along: int) -> bool:
+    """Whether logits in memory have enough places beside their classes to be read as they lie."""
+    sizes = [compat.expr(s) for s in tensor.shape]
+    if compat.has_unbacked(sizes) or not is_contiguous(tensor):
+        return False
+    hints = [compat.hint(s) for s in sizes]
+    places = math.prod(hints[along + 1 :])
+    return places >= PLACES and math.prod(hints[:along]) * places >= ROWS
 
 
 def rewrite(graph: Any) -> None:

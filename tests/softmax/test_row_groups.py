@@ -46,7 +46,8 @@ def right(kind, x, g):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "group", "programs", "delay"),
-    [(BF16, Group(3, 1, 3), 6, 0.0), (BF16, Group(2, 1, 4), 3, 0.01), (FP32, Group(2, 1, 3), 4, 0.01)],
+    [(BF16, Group(3, 1, 3), 6, 0.0), (BF16, Group(2, 1, 4), 3, 0.01),
+     (FP32, Group(2, 1, 3), 4, 0.01)],
 )  # fmt: skip
 def test_numbers(kind, dtype, group, programs, delay):
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from inductor_ext.lowerings import loss_rows
+from inductor_ext.lowerings import classes_last, loss_rows
 
 import inductor_ext
 from inductor_ext.testing import compile_for
@@ -12,7 +12,9 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def all_on():
+def all_on(monkeypatch):
+    monkeypatch.setattr(classes_last, "PLACES", 1)
+    monkeypatch.setattr(classes_last, "ROWS", 1)
     with inductor_ext.enable("fused_loss"):
         yield
 
@@ -139,10 +141,14 @@ def test_what_is_left_is_stocks_code(fn):
         ]
 
 
-@pytest.mark.parametrize("shape", [(4, 9, 64, 64), (2, 19, 8, 8)])
-def test_few_classes_and_small_logits_are_left(shape, monkeypatch):
-    if shape[1] > 9:
-        monkeypatch.setattr(loss_rows, "LEAST_STRIDED_BYTES", 2**25)
+@pytest.mark.parametrize(
+    ("shape", "setting"),
+    [((4, 9, 64, 64), {}), ((2, 19, 8, 8), {"LEAST_STRIDED_BYTES": 2**25}),
+     ((400, 19, 4), {"PLACES": 32}), ((2, 19, 64), {"ROWS": 4224})],
+)  # fmt: skip
+def test_small_logits_are_left(shape, setting, monkeypatch):
+    for name, value in setting.items():
+        monkeypatch.setattr(loss_rows if name[0] == "L" else classes_last, name, value)
     x, y = drawn(*shape)
     code = compile_for("h200", plain, x.requires_grad_(), y, grad=True)
     assert not any(d.fired for d in code.decisions)
