@@ -93,8 +93,7 @@ def share_of(ring, stage, first, end, alpha, KIND: gl.constexpr, K: gl.constexpr
 
 
 @gluon.jit
-def words_of(WORDS, row, patience, GROUP: gl.constexpr, PADDED: gl.constexpr,
-             LAYOUT: gl.constexpr):  # fmt: skip
+def words_of(WORDS, row, patience, GROUP: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr):
     """(the words of a row, which of them there are, the patience left): waited for, but not longer
     than ``patience`` looks."""
     lane = gl.arange(0, PADDED, LAYOUT)

@@ -211,8 +211,9 @@ def _load(
             other = torch.full_like(value, other)
             return Tile(torch.where(inside, value, other), pointer.offset.type.layout)
         return Tile(pointer.flat[pointer.offset.value], pointer.offset.type.layout)
-    value = pointer.flat[pointer.offset].item()
-    return Int(value) if isinstance(value, int) else value
+    inside = mask is None or bool(_bare(mask))
+    value = pointer.flat[_bare(pointer.offset)] if inside else torch.tensor(other)
+    return Tile(value) if value.is_floating_point() else Int(value)
 
 
 def _atomic_add(pointer: Pointer, value: int) -> int:
@@ -267,7 +268,8 @@ def _either(of_tiles: Callable[..., Any], of_scalars: Callable[..., Any]) -> Cal
 def _where(condition: Any, x: Any, y: Any) -> Any:
     if torch.is_tensor(condition):
         return torch.where(condition, x, y)
-    return x if condition else y
+    chosen = x if condition else y
+    return Int(chosen) if type(chosen) is int else chosen
 
 
 def _sum(x: Tile, axis: int) -> Any:
