@@ -77,8 +77,10 @@ def test_the_operation_is_that_of_a_transposed_copy():
         _classes.class_statistics(x[0], 1.0, 0.0)
 
 
-@pytest.mark.parametrize("smooth", [False, True])
-@pytest.mark.parametrize("shape", [(8, 19, 512 * 512), (8, 150, 256 * 256), (16, 1000, 4096)])
+@pytest.mark.parametrize(
+    ("shape", "smooth"),
+    [((8, 19, 512 * 512), False), ((8, 150, 256 * 256), True), ((16, 1000, 4096), False)],
+)
 def test_machine_code(shape, smooth):
     x = torch.empty(shape, dtype=BF16, device="meta")
     count = shape[0] * shape[2]

@@ -96,7 +96,7 @@ def test_gradients_of_gradients(name, on_cpu):
 
 
 @pytest.mark.parametrize("log", [True, False])
-@pytest.mark.parametrize("columns", [1000, 8192, 32000, 50257, 128256])
+@pytest.mark.parametrize("columns", [1000, 50257, 128256])
 def test_binaries(log, columns):
     x = torch.empty(8192, columns, dtype=BF16, device="meta")
     forward, backward = launch_binaries(
