@@ -36,30 +36,23 @@ def applies(x: torch.Tensor) -> bool:
     return _LEAST <= places <= MOST and n * places >= _FEW * _LEAST
 
 
-@tunable("cross_entropy", "strided", "classes places of", scaled="r split")
-def tile(classes: Any, places: Any, itemsize: int) -> Tile:
-    """The tile for x [N, classes, places].
+@tunable("cross_entropy", "strided", "classes places of", scaled="r")
+def tile(samples: Any, classes: Any, places: Any, itemsize: int) -> Tile:
+    """The tile for x [samples, classes, places].
 
-    So few places to a program that L2 has their logits when the second sweep comes, and 64 bytes of
-    a class at least.
+    A thread has all classes of its places, where these occupy a card; else 32 threads share them.
     """
-    warps = 8
-    size, least = 32 * warps * 16 // itemsize, 64 // itemsize
-    split = 4
-    known = isinstance(classes, int) and isinstance(places, int)
-    while (
-        known
-        and size // split > least
-        and (classes * (size // split) * itemsize > 65536 or places <= size // split // 2)
-    ):
-        split *= 2
-    return Tile(2, split, warps)
+    if all(isinstance(size, int) for size in (samples, classes, places)):
+        for warps in (8, 4, 2):
+            if samples * places >= 2 * _FEW * 32 * warps * 16 // itemsize:
+                return Tile(4, 1, warps)
+    return Tile(2, 32, 8)
 
 
 def _layout(chosen: Tile | None, x: torch.Tensor, of: str) -> tuple[Tile, dict[str, Any]]:
     elements = 16 // x.element_size()
-    _, classes, places = x.shape
-    chosen = chosen or tile(classes, places, x.element_size(), of=of)
+    samples, classes, places = x.shape
+    chosen = chosen or tile(samples, classes, places, x.element_size(), of=of)
     divisor = 1
     if isinstance(places, int):
         divisor = next(p for p in (16, 8, 4, 2, 1) if places % p == 0)

@@ -41,22 +41,35 @@ class Group:
         return self.stages * tensors * blocks * 32 * self.warps * 16
 
 
-def group_of(columns: int, itemsize: int, tensors: int) -> Group | None:
-    """The group for rows of ``tensors`` that are read; None where L2 holds the rows under way."""
-    if columns * itemsize <= 131072:
+# Bytes of a row, in all tensors, of each of its programs; the first where several are as good.
+_PARTS = ((1 << 15, Group(0, 8, 3, 2)), (1 << 16, Group(0, 16, 3)))
+_LARGEST = 24
+
+
+def group_of(
+    columns: int, itemsize: int, tensors: int, again: int, processors: int
+) -> Group | None:
+    """The group for rows of ``tensors`` that are read, of which ``again`` are needed twice, on a
+    card of so many multiprocessors; None where one program a row is as fast: where L2 holds what is
+    needed twice of the rows under way, and where parts or groups would leave much of a card idle
+    (benchmarks/NOTES.md).
+    """
+    row, found = tensors * columns * itemsize, None
+    if again * columns * itemsize <= (458752 if tensors > 1 else 393216):
         return None
-    size = 8
-    while size <= 32:
-        group = Group(size, 16, 3)
-        if group.shared(columns, itemsize, tensors) <= SHARED_BYTES:
-            return group
-        size *= 2
-    return None
+    # A result as large as what is read hides less of the exchange, and two programs were not timed.
+    best, parts = (0.8, _PARTS) if tensors > 1 else (0.92, _PARTS[1:])
+    for part, group in parts:
+        size, most = triton.cdiv(row, part), processors * group.resident
+        used = row / (size * part) * (most // size * size / most)
+        if size <= _LARGEST and used > best:
+            best, found = used, dataclasses.replace(group, size=size)
+    return found
 
 
-def takes(x: torch.Tensor, *others: torch.Tensor) -> Group | None:
-    """The group for rows of x [N, V] and of others that are read beside it; None where they are
-    left to one program each."""
+def takes(again: int, x: torch.Tensor, *others: torch.Tensor) -> Group | None:
+    """The group for rows of x [N, V] and of others that are read beside it, ``again`` of them
+    twice; None where they are left to one program each."""
     rows, columns = x.shape
     # While a program is traced there are no rows yet, and its launches are other kernels.
     real = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cuda
@@ -69,8 +82,9 @@ def takes(x: torch.Tensor, *others: torch.Tensor) -> Group | None:
     on_16_bytes = all(t.stride(0) % elements == 0 and t.data_ptr() % 16 == 0 for t in tensors)
     if columns % elements or not on_16_bytes:
         return None
-    group = group_of(columns, x.element_size(), len(tensors))
-    if group is None or rows * group.size < 4 * _multiprocessors(x.device) * group.resident:
+    programs = _multiprocessors(x.device)
+    group = group_of(columns, x.element_size(), len(tensors), again, programs)
+    if group is None or rows * group.size < 4 * programs * group.resident:
         return None  # too few rows to have some of them under way all the time
     return group
 
@@ -84,12 +98,6 @@ def kernels() -> ModuleType:
     from . import row_groups  # which needs a Triton that has Gluon
 
     return row_groups
-
-
-def loss_kernels() -> ModuleType:
-    from . import row_groups_loss
-
-    return row_groups_loss
 
 
 def arguments(
@@ -133,32 +141,3 @@ def backward(
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     launch(LOG_SOFTMAX_BACKWARD if log else SOFTMAX_BACKWARD, y, g, dx, scale, group)
     return dx
-
-
-def loss_arguments(
-    x: torch.Tensor, dx: torch.Tensor, target: torch.Tensor, a0: torch.Tensor,
-    a1: torch.Tensor | None, b: torch.Tensor, results: list[torch.Tensor], scale: float,
-    group: Group, programs: int,
-) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """``arguments`` of a launch of ``row_groups_loss``; results: peak, total, picked [N]."""
-    grid, given = arguments(0, x, x, dx, scale, group, programs)
-    for name in ("G", "Y", "g_stride", "y_stride", "KIND"):
-        del given[name]
-    peak, total, picked = results
-    return grid, given | {
-        "DX": dx, "T": target, "A0": a0, "A1": a0 if a1 is None else a1, "B": b, "PEAK": peak,
-        "TOTAL": total, "PICKED": picked, "dx_stride": dx.stride(0), "t_stride": target.stride(0),
-        "Z": a1 is not None,
-    }  # fmt: skip
-
-
-def rows_and_gradient(
-    x: torch.Tensor, dx: torch.Tensor, target: torch.Tensor, a0: torch.Tensor,
-    a1: torch.Tensor | None, b: torch.Tensor, scale: float, group: Group,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Write dx, which is not x; (peak, total, picked) of ``row_gradient``."""
-    results = [torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(3)]
-    most = _multiprocessors(x.device) * group.resident
-    programs, given = loss_arguments(x, dx, target, a0, a1, b, results, scale, group, most)
-    loss_kernels().group_loss_kernel[(programs,)](**given, launch_cooperative_grid=True)
-    return results

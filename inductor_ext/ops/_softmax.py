@@ -22,7 +22,7 @@ from inductor_ext.templates import softmax_split as split
 def _forward(x: Tensor, scale: float, log: bool) -> Tensor:
     if not kernels_apply(x):  # a program for a card that is run without one
         return _composed(x, scale, log)
-    group = groups.takes(x)
+    group = groups.takes(1, x)
     if group is not None:
         return groups.forward(x, scale, log, group)
     chosen = split if split.applies(x) else kernels
@@ -47,7 +47,7 @@ def _backward_strided(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
 def _backward(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
     if not kernels_apply(y):
         return _composed_gradient(y, g, scale, log)
-    group = groups.takes(y, g)
+    group = groups.takes(1 if log else 2, y, g)
     if group is not None:
         return groups.backward(y, g, scale, log, group)
     chosen = split if split.applies(y) else kernels
