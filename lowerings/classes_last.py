@@ -15,14 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from inductor_ext.lowerings.loss_rows import NoForm, by_number, check_size, is_contiguous
+from inductor_ext.lowerings.loss_rows import NoForm, by_number, check_size
 from inductor_ext.lowerings.softmax_cores import (
     SUMS,
     Core,
     cores,
     is_long,
     keeps_value,
-    lies_in_memory,
     reduced,
     why_not,
 )
@@ -33,10 +32,6 @@ from inductor_ext.editing import Editor, same_size, value
 aten, prims = torch.ops.aten, torch.ops.prims
 NAME = "classes_last"
 DEPTH = 64
-CLASSES = 10  # strided in memory, below which stock holds those of a place in a thread's registers
-
-# Next to each other, and in all: fewer leave threads or multiprocessors idle.
-PLACES, ROWS = 32, 32 * 132
 
 # They may add or drop dimensions of size 1.
 _RESHAPED = {
@@ -49,7 +44,7 @@ _RESHAPED = {
 }
 _REDUCTIONS = {aten.amax.default, aten.sum.dim_IntList, aten.mean.dim}
 _COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
-_SAME = {*_COPIES, aten.tanh.default}
+SAME = {*_COPIES, aten.tanh.default}
 
 
 def _moved(shape: Any, along: int) -> list[Any]:
@@ -59,7 +54,7 @@ def _moved(shape: Any, along: int) -> list[Any]:
     return moved
 
 
-def _order(rank: int, along: int) -> list[int]:
+def moved_order(rank: int, along: int) -> list[int]:
     return _moved(range(rank), along)
 
 
@@ -76,7 +71,7 @@ def _source(core: Core) -> tuple[Any, int] | None:
         by = by_number(node)
         if by is not None:
             node = by[0]
-        elif keeps_value(node) or node.target in _SAME:
+        elif keeps_value(node) or node.target in SAME:
             node = node.args[0]
         else:
             return None
@@ -106,7 +101,7 @@ class _Images:
         """Begin at logits in memory, whose classes are strided there: their view with the classes
         last is returned."""
         self.editor.before(_behind(logits))
-        view = self.call(aten.permute.default, logits, _order(value(logits).dim(), along))
+        view = self.call(aten.permute.default, logits, moved_order(value(logits).dim(), along))
         self._view, self._base = logits, view
         self.made[logits] = view, along
         return view
@@ -114,7 +109,7 @@ class _Images:
     def back(self, node: Any) -> Any:
         """A value in the program's order again, as a view of its image."""
         image, along = self.made[node]
-        order = _order(value(node).dim(), along)
+        order = moved_order(value(node).dim(), along)
         return self.call(aten.permute.default, image, [order.index(d) for d in range(len(order))])
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +192,7 @@ class _Images:
         return None
 
     def _dims(self, node: Any, rank: int, along: int) -> list[int]:
-        order = _order(rank, along)
+        order = moved_order(rank, along)
         return sorted(order.index(d) for d in _dims_of(node))
 
     def _pointwise(self, node: Any, rank: int, along: int, depth: int) -> Any:
@@ -311,7 +306,7 @@ def _leave(images: _Images, node: Any, along: int | None) -> Callable[[], None] 
         image, own = images.made[source]
         rank = value(node).dim()
         back = [d % rank for d in node.args[1]]
-        if back == _order(rank, own):
+        if back == moved_order(rank, own):
             return lambda: node.replace_all_uses_with(image)
         return None
     if node.target in SUMS:
@@ -321,7 +316,7 @@ def _leave(images: _Images, node: Any, along: int | None) -> Callable[[], None] 
         if keeps or own not in dims:
             return None
         rank = value(node.args[0]).dim()
-        order = _order(rank, own)
+        order = moved_order(rank, own)
         mapped = sorted(order.index(d) for d in dims)
 
         def put() -> None:
@@ -361,7 +356,7 @@ def _back(images: _Images, node: Any) -> Callable[[], None]:
     return put
 
 
-def _rewrite(graph: Any, view: Any, along: int, strided: bool = False) -> None:
+def rewrite_from(graph: Any, view: Any, along: int, strided: bool = False) -> None:
     """``strided``: ``view`` are logits in memory, and what leaves is transposed back."""
     images = _Images(graph)
     nodes = list(graph.nodes)
@@ -429,54 +424,6 @@ def _lay_out(graph: Any, changed: list[Any]) -> None:
             found.add(node)
 
 
-def strided(core: Core) -> Any:
-    """The logits in memory of a softmax over a dimension that is strided there; None for others."""
-    node = core.x
-    while True:
-        tensor = value(node)
-        if lies_in_memory(node):
-            along = core.dim
-            last = tensor.dim() < 2 or along == tensor.dim() - 1
-            return None if last or not _occupies(tensor, along) else node
-        by = by_number(node)
-        if by is not None:
-            node = by[0]
-        elif node.op == "call_function" and (keeps_value(node) or node.target in _SAME):
-            node = node.args[0]
-        else:
-            return None
-
-
-def move(graph: Any, core: Core, logits: Any) -> None:
-    """Write a softmax over strided classes, and all that is made of it, with the classes last, of
-    a view of the logits: ``rows_of_view`` reads it. Raises NoForm, and has changed nothing then."""
-    _rewrite(graph, logits, core.dim, strided=True)
-
-
-def memory_of(view: Any) -> tuple[Any, int] | None:
-    """(logits in memory, the dimension of their classes) of a view that has them last."""
-    if view.op != "call_function" or view.target is not aten.permute.default:
-        return None
-    logits, dims = view.args
-    rank = value(view).dim()
-    dims = [d % rank for d in dims]
-    along = dims[-1]
-    if dims != _order(rank, along) or along == rank - 1:
-        return None
-    fits = lies_in_memory(logits) and _occupies(value(logits), along)
-    return (logits, along) if fits else None
-
-
-def _occupies(tensor: torch.Tensor, along: int) -> bool:
-    """Whether logits in memory have enough places beside their classes to be read as they lie."""
-    sizes = [compat.expr(s) for s in tensor.shape]
-    if compat.has_unbacked(sizes) or not is_contiguous(tensor):
-        return False
-    hints = [compat.hint(s) for s in sizes]
-    places = math.prod(hints[along + 1 :])
-    return places >= PLACES and math.prod(hints[:along]) * places >= ROWS
-
-
 def rewrite(graph: Any) -> None:
     """The pass over a joint graph, or one without a gradient."""
     if not graph.find_nodes(op="call_function", target=aten.permute.default):
@@ -497,7 +444,7 @@ def rewrite(graph: Any) -> None:
             check_size(value(found[0]))
             if compat.ahead_of_time():
                 raise NoForm("a C++ wrapper can't hold an operation in Python")
-            _rewrite(graph, *found)
+            rewrite_from(graph, *found)
         except NoForm as reason:
             choosing.leave(NAME, here, str(reason))
         else:

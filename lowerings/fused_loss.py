@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from inductor_ext.lowerings import classes_last, linear_loss, loss_gradient, loss_rows
+from inductor_ext.lowerings import classes_strided, linear_loss, loss_gradient, loss_rows
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
 from inductor_ext.lowerings.loss_rows import (
     check_rounding,
@@ -80,7 +80,7 @@ def _check_logits(group: list[Core]) -> None:
 def _check_gradient(gradient: Gradient, numbers: editing.Numbers) -> None:
     """Raise where a gradient of the form is left."""
     forms = gradient.forms
-    strided = classes_last.memory_of(gradient.x) is not None
+    strided = classes_strided.memory_of(gradient.x) is not None
     check_size(value(gradient.x), loss_rows.LEAST_STRIDED_BYTES if strided else None)
     check_rounding(forms.graph, numbers, forms.levels[gradient.level])
     if value(gradient.x).dtype == torch.float16:
@@ -91,7 +91,7 @@ def _check_gradient(gradient: Gradient, numbers: editing.Numbers) -> None:
 
 def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> None:
     """The gradient of logits in memory."""
-    if classes_last.memory_of(gradient.x) is not None:
+    if classes_strided.memory_of(gradient.x) is not None:
         _emit_strided(gradient)
         return
     if not loss_gradient.rows_of(gradient.x):
@@ -116,7 +116,7 @@ def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> None:
 
 def _emit_strided(gradient: Gradient) -> None:
     """The gradient of logits in memory whose classes are strided there."""
-    logits, along = classes_last.memory_of(gradient.x)
+    logits, along = classes_strided.memory_of(gradient.x)
     emitter = loss_gradient.Emitter(gradient)
     target, factors = emitter.ready()
     call, shape = emitter.editor.call, value(logits).shape
@@ -163,11 +163,11 @@ def _take(
 
 def _take_strided(graph: Any, core: Core, logits: Any) -> bool:
     """``_take`` of a loss over classes that are strided in memory: with its classes last."""
-    classes_last.move(graph, core, logits)
+    classes_strided.move(graph, core, logits)
     numbers = editing.Numbers(graph)
     tangents = [node for node in graph.find_nodes(op="placeholder") if compat_fx.is_tangent(node)]
     for group in _losses(graph, numbers, 0):
-        memory = classes_last.memory_of(_stored(group, numbers))
+        memory = classes_strided.memory_of(_stored(group, numbers))
         if memory is not None and memory[0] is logits:
             return _take(graph, group, numbers, reached(tangents), _emit_rows)
     return False
@@ -190,9 +190,9 @@ def rewrite_strided(graph: Any) -> None:
     for core in list(cores(graph, editing.Numbers(graph))):
         if any(map(compat_fx.is_erased, (core.x, core.total))):
             continue
-        if not _is_strided(core):
+        if not classes_strided.is_strided(core):
             continue
-        logits = classes_last.strided(core)
+        logits = classes_strided.strided(core)
         here = site(core.x, core.dim, "loss", value(logits).dtype)
         try:
             copy, nodes = _copied(graph)
@@ -210,14 +210,6 @@ def rewrite_strided(graph: Any) -> None:
     editing.check(graph)
 
 
-def _is_strided(core: Core) -> bool:
-    """Whether classes are strided in memory, and too many for stock to hold those of a place in one
-    thread's registers."""
-    return classes_last.strided(core) is not None and is_long(
-        core.x, core.dim, classes_last.CLASSES - 1
-    )
-
-
 def _rewrite(
     graph: Any, name: str, emit: Callable[[Gradient, editing.Numbers], None], chosen: str, why: str
 ) -> None:
@@ -229,7 +221,7 @@ def _rewrite(
     for group in _losses(graph, numbers):
         if name == LINEAR and not linear_loss.is_linear(_stored(group, numbers)):
             continue
-        if name == NAME and _is_strided(group[0]):
+        if name == NAME and classes_strided.is_strided(group[0]):
             continue  # judged by ``rewrite_strided``
         here = site(group[0].x, group[0].dim, "loss", value(_stored(group, numbers)).dtype)
         try:

@@ -17,8 +17,7 @@ import operator
 from typing import Any
 
 import torch
-from inductor_ext.lowerings import classes_last, loss_rows, softmax_gradients, softmax_values
-from inductor_ext.lowerings.classes_last import CLASSES
+from inductor_ext.lowerings import classes_strided, loss_rows, softmax_gradients, softmax_values
 from inductor_ext.lowerings.loss_rows import (
     NARROW,
     Level,
@@ -69,7 +68,7 @@ def check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     if compat.ahead_of_time():
         raise NoForm("a C++ wrapper can't hold an operation in Python")
     strided = dim != value(x).dim() - 1
-    if strided and classes_last.strided(group[0]) is None:
+    if strided and classes_strided.strided(group[0]) is None:
         raise NoForm("the classes are not the last dimension")
     if any(compat_fx.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
         raise NoForm("activation checkpointing computes it again in the backward")
@@ -271,8 +270,8 @@ def _groups(graph: Any, numbers: Numbers) -> list[list[Core]]:
     """The long softmaxes with equal logits."""
     groups: dict[Any, list[Core]] = {}
     for core in cores(graph, numbers):
-        strided = classes_last.strided(core) is not None
-        if is_long(core.x, core.dim, CLASSES - 1 if strided else LONG):
+        strided = classes_strided.strided(core) is not None
+        if is_long(core.x, core.dim, classes_strided.CLASSES - 1 if strided else LONG):
             key: Any = core.x, core.dim
             if core.dim == value(core.x).dim() - 1:
                 key = key_of(levels_of(core.x, numbers), numbers)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from inductor_ext.lowerings import classes_last, loss_rows
+from inductor_ext.lowerings import classes_strided, loss_rows
 
 import inductor_ext
 from inductor_ext.testing import compile_for
@@ -13,8 +13,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def all_on(monkeypatch):
-    monkeypatch.setattr(classes_last, "PLACES", 1)
-    monkeypatch.setattr(classes_last, "ROWS", 1)
+    monkeypatch.setattr(classes_strided, "PLACES", 1)
+    monkeypatch.setattr(classes_strided, "ROWS", 1)
     with inductor_ext.enable("fused_loss"):
         yield
 
@@ -140,7 +140,7 @@ def test_what_is_left_is_stocks_code(fn):
 )  # fmt: skip
 def test_small_logits_are_left(shape, setting, monkeypatch):
     for name, value in setting.items():
-        monkeypatch.setattr(loss_rows if name[0] == "L" else classes_last, name, value)
+        monkeypatch.setattr(loss_rows if name[0] == "L" else classes_strided, name, value)
     x, y = drawn(*shape)
     code = compile_for("h200", plain, x.requires_grad_(), y, grad=True)
     assert not any(d.fired for d in code.decisions)
