@@ -252,10 +252,10 @@ def _layout(chosen: Tile, back: bool, x: torch.Tensor, *others: torch.Tensor) ->
     return options | {"num_warps": chosen.warps}
 
 
-def _is_far(columns: Any, itemsize: int) -> bool:
-    """Whether a gradient's second sweep begins at the end: of two tensors L2 keeps what was read
-    first up to 128 KB a row, and is faster so."""
-    return isinstance(columns, int) and columns * itemsize > 196608
+def _from_the_end(columns: Any, itemsize: int, beyond: int) -> bool:
+    """Whether the second sweep of rows of more bytes than that begins at their end. Shorter ones
+    are in L2 whole, where the order of the columns is faster (benchmarks/NOTES.md)."""
+    return isinstance(columns, int) and columns * itemsize > beyond
 
 
 def forward(x: torch.Tensor, scale: float, log: bool, chosen: Tile | None = None) -> torch.Tensor:
@@ -263,8 +263,9 @@ def forward(x: torch.Tensor, scale: float, log: bool, chosen: Tile | None = None
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     chosen = chosen or tile(columns, x.element_size(), 1, 1, rows=rows)
+    back = _from_the_end(columns, x.element_size(), 98304)
     wrap_triton(softmax_kernel)[(rows,)](
-        x, y, x.stride(0), y.stride(0), columns, scale, LOG=log, **_layout(chosen, True, x, y)
+        x, y, x.stride(0), y.stride(0), columns, scale, LOG=log, **_layout(chosen, back, x, y)
     )
     return y
 
@@ -276,8 +277,9 @@ def backward(
     rows, columns = y.shape
     dx = torch.empty((rows, columns), dtype=y.dtype, device=y.device)
     chosen = chosen or tile(columns, y.element_size(), 2, 1 if log else 2, rows=rows)
+    back = not log and _from_the_end(columns, y.element_size(), 196608)
     wrap_triton(softmax_backward_kernel)[(rows,)](
         y, g, dx, y.stride(0), g.stride(0), dx.stride(0), columns, scale, LOG=log,
-        **_layout(chosen, _is_far(columns, y.element_size()), y, g, dx),
+        **_layout(chosen, back, y, g, dx),
     )  # fmt: skip
     return dx
