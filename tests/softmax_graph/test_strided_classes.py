@@ -65,7 +65,7 @@ def test_numbers(fn, judged):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((2, 11, 2, 3, 4), BF16), ((1, 1200, 9), torch.float32)],
+    [((2, 17, 2, 3, 4), BF16), ((1, 1200, 9), torch.float32)],
 )
 def test_shapes(shape, dtype, judged):
     assert taken(judged(plain, drawn(*shape, dtype=dtype)))
@@ -129,7 +129,7 @@ def test_what_is_left_is_stocks_code():
 
 @pytest.mark.parametrize(
     ("shape", "setting"),
-    [((4, 9, 64, 64), {}), ((2, 19, 8, 8), {"LEAST_STRIDED_BYTES": 2**25}),
+    [((4, 15, 64, 64), {}), ((2, 19, 8, 8), {"LEAST_STRIDED_BYTES": 2**25}),
      ((400, 19, 4), {"PLACES": 32})],
 )  # fmt: skip
 def test_small_logits_are_left(shape, setting, monkeypatch):
