@@ -10,6 +10,7 @@ of that size in the other order is left.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ _RESHAPED = {
 }
 _REDUCTIONS = {aten.amax.default, aten.sum.dim_IntList, aten.mean.dim}
 _COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
-_SAME = {*_COPIES, aten.tanh.default}
+SAME = {*_COPIES, aten.tanh.default}
 
 
 def _moved(shape: Any, along: int) -> list[Any]:
@@ -53,7 +54,7 @@ def _moved(shape: Any, along: int) -> list[Any]:
     return moved
 
 
-def _order(rank: int, along: int) -> list[int]:
+def moved_order(rank: int, along: int) -> list[int]:
     return _moved(range(rank), along)
 
 
@@ -70,7 +71,7 @@ def _source(core: Core) -> tuple[Any, int] | None:
         by = by_number(node)
         if by is not None:
             node = by[0]
-        elif keeps_value(node) or node.target in _SAME:
+        elif keeps_value(node) or node.target in SAME:
             node = node.args[0]
         else:
             return None
@@ -95,6 +96,21 @@ class _Images:
         """Begin at the view that moves the classes away from the end."""
         self._view, self._base = view, view.args[0]
         self.made[view] = self._base, along
+
+    def start_strided(self, logits: Any, along: int) -> Any:
+        """Begin at logits in memory, whose classes are strided there: their view with the classes
+        last is returned."""
+        self.editor.before(_behind(logits))
+        view = self.call(aten.permute.default, logits, moved_order(value(logits).dim(), along))
+        self._view, self._base = logits, view
+        self.made[logits] = view, along
+        return view
+
+    def back(self, node: Any) -> Any:
+        """A value in the program's order again, as a view of its image."""
+        image, along = self.made[node]
+        order = moved_order(value(node).dim(), along)
+        return self.call(aten.permute.default, image, [order.index(d) for d in range(len(order))])
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         return self.editor.call(target, *args, **kwargs)
@@ -176,7 +192,7 @@ class _Images:
         return None
 
     def _dims(self, node: Any, rank: int, along: int) -> list[int]:
-        order = _order(rank, along)
+        order = moved_order(rank, along)
         return sorted(order.index(d) for d in _dims_of(node))
 
     def _pointwise(self, node: Any, rank: int, along: int, depth: int) -> Any:
@@ -204,6 +220,10 @@ class _Images:
         """A view that adds or drops dimensions of size 1."""
         source, shape = node.args[0], value(node).shape
         sizes = value(source).shape
+        for at in range(len(sizes)):
+            if _kept(sizes, shape, at) == along:
+                inner = self.of(source, at, depth)
+                return self.call(aten.view.default, inner, self.sizes(_moved(shape, along)))
         kept = [(i, s) for i, s in enumerate(sizes) if not same_size(s, 1)]
         new = [(i, s) for i, s in enumerate(shape) if not same_size(s, 1)]
         if len(kept) != len(new) or not all(
@@ -246,8 +266,23 @@ def _classes(images: _Images, node: Any) -> int | None:
     return None
 
 
+def _kept(sizes: Any, shape: Any, along: int) -> int | None:
+    """Where a dimension goes in a view that merges or splits only what lies on one side of it;
+    None where that is not known."""
+    if not all(isinstance(s, int) for s in (*sizes, *shape)) or sizes[along] == 1:
+        return None
+    before, after = math.prod(sizes[:along]), math.prod(sizes[along + 1 :])
+    for i, size in enumerate(shape):
+        if size == sizes[along] and math.prod(shape[:i]) == before:
+            return i if math.prod(shape[i + 1 :]) == after else None
+    return None
+
+
 def _place(sizes: Any, shape: Any, along: int) -> int | None:
-    """Where a dimension goes as dimensions of size 1 are added or dropped; None: it is dropped."""
+    """Where a dimension goes as others are added, dropped or merged; None: it is dropped."""
+    kept = _kept(sizes, shape, along)
+    if kept is not None:
+        return kept
     if same_size(sizes[along], 1):
         before = sum(not same_size(s, 1) for s in sizes[:along])
         seen = 0
@@ -271,7 +306,7 @@ def _leave(images: _Images, node: Any, along: int | None) -> Callable[[], None] 
         image, own = images.made[source]
         rank = value(node).dim()
         back = [d % rank for d in node.args[1]]
-        if back == _order(rank, own):
+        if back == moved_order(rank, own):
             return lambda: node.replace_all_uses_with(image)
         return None
     if node.target in SUMS:
@@ -281,7 +316,7 @@ def _leave(images: _Images, node: Any, along: int | None) -> Callable[[], None] 
         if keeps or own not in dims:
             return None
         rank = value(node.args[0]).dim()
-        order = _order(rank, own)
+        order = moved_order(rank, own)
         mapped = sorted(order.index(d) for d in dims)
 
         def put() -> None:
@@ -300,16 +335,45 @@ def _leave(images: _Images, node: Any, along: int | None) -> Callable[[], None] 
     return None
 
 
-def _rewrite(graph: Any, view: Any, along: int) -> None:
+def _behind(node: Any) -> Any:
+    """The first node that may stand behind another."""
+    behind = node.next
+    while behind.op == "placeholder":
+        behind = behind.next
+    return behind
+
+
+def _back(images: _Images, node: Any) -> Callable[[], None]:
+    """Have a node read values in the program's order that are no longer computed so."""
+
+    def put() -> None:
+        images.editor.before(node)
+        images.editor.forget()
+        for source in dict.fromkeys(node.all_input_nodes):
+            if source in images.made and not images._is_light(source):
+                node.replace_input_with(source, images.back(source))
+
+    return put
+
+
+def rewrite_from(graph: Any, view: Any, along: int, strided: bool = False) -> None:
+    """``strided``: ``view`` are logits in memory, and what leaves is transposed back."""
     images = _Images(graph)
-    images.start(view, along)
+    nodes = list(graph.nodes)
+    if strided:
+        images.start_strided(view, along)
+    else:
+        images.start(view, along)
     exits = []
     try:
-        for node in list(graph.nodes):
+        for node in nodes:
             if node in images.made or not any(s in images.made for s in node.all_input_nodes):
                 continue
             if node.op == "output":
                 if images.read_lightly(node):
+                    continue
+                if strided:
+                    exits.append((node, _back(images, node)))
                     continue
                 raise NoForm("a value in that order is a result")
             if compat_fx.may_be_recomputed(node):
@@ -329,6 +393,8 @@ def _rewrite(graph: Any, view: Any, along: int) -> None:
                     raise
             if exit_ is None and images.read_lightly(node):
                 continue  # it stays beside them, and reads memory as before
+            if exit_ is None and strided:
+                exit_ = _back(images, node)
             if exit_ is None:
                 raise NoForm(f"{node.target} reads it in that order")
             exits.append((node, exit_))
@@ -339,7 +405,8 @@ def _rewrite(graph: Any, view: Any, along: int) -> None:
     images.editor.forget()
     for _, exit_ in exits:
         exit_()
-    editing.erase_unused(graph, [node for node, _ in exits] + old + [view])
+    ended = [node for node, _ in exits if node.op != "output"]
+    editing.erase_unused(graph, ended + old + ([] if strided else [view]))
     images.editor.drop_unused()
     _lay_out(graph, [image for image, _ in images.made.values()])
 
@@ -377,7 +444,7 @@ def rewrite(graph: Any) -> None:
             check_size(value(found[0]))
             if compat.ahead_of_time():
                 raise NoForm("a C++ wrapper can't hold an operation in Python")
-            _rewrite(graph, *found)
+            rewrite_from(graph, *found)
         except NoForm as reason:
             choosing.leave(NAME, here, str(reason))
         else:

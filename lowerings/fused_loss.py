@@ -14,12 +14,14 @@ of ``logsumexp`` alone is in eager NaN at the infinities only.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from inductor_ext.lowerings import linear_loss, loss_gradient
+from inductor_ext.lowerings import classes_strided, linear_loss, loss_gradient, loss_rows
 from inductor_ext.lowerings.loss_gradient import Gradient, NoForm
 from inductor_ext.lowerings.loss_rows import (
     check_rounding,
@@ -30,20 +32,31 @@ from inductor_ext.lowerings.loss_rows import (
     reached,
 )
 from inductor_ext.lowerings.scaled_gradient import SCALED, lower_scaled
-from inductor_ext.lowerings.softmax_cores import Core, cores, is_long, lies_in_memory, site, why_not
+from inductor_ext.lowerings.softmax_cores import (
+    LONG,
+    Core,
+    cores,
+    is_long,
+    lies_in_memory,
+    site,
+    why_not,
+)
 
 from inductor_ext import choosing, compat_fx, editing, registry, report
 from inductor_ext.editing import value
+from inductor_ext.ops import _classes
 
 aten = torch.ops.aten
 NAME, LINEAR = "fused_loss", "linear_cross_entropy"
+STRIDED = _classes.class_rows_and_gradient._opoverload
 
 
-def _losses(graph: Any, numbers: editing.Numbers) -> list[list[Core]]:
-    """The groups of softmaxes with equal logits that may be those of a loss."""
+def _losses(graph: Any, numbers: editing.Numbers, longer: int = LONG) -> list[list[Core]]:
+    """The groups of softmaxes with equal logits, of rows ``longer`` than that, that may be those of
+    a loss."""
     groups: dict[Any, list[Core]] = {}
     for core in cores(graph, numbers):
-        if is_long(core.x, core.dim):
+        if is_long(core.x, core.dim, longer):
             last = core.dim == value(core.x).dim() - 1
             key = key_of(levels_of(core.x, numbers), numbers) if last else core.x
             groups.setdefault((key, last), []).append(core)
@@ -67,7 +80,8 @@ def _check_logits(group: list[Core]) -> None:
 def _check_gradient(gradient: Gradient, numbers: editing.Numbers) -> None:
     """Raise where a gradient of the form is left."""
     forms = gradient.forms
-    check_size(value(gradient.x))
+    strided = classes_strided.memory_of(gradient.x) is not None
+    check_size(value(gradient.x), loss_rows.LEAST_STRIDED_BYTES if strided else None)
     check_rounding(forms.graph, numbers, forms.levels[gradient.level])
     if value(gradient.x).dtype == torch.float16:
         raise NoForm("an fp16 gradient may underflow before the scale of the loss reaches it")
@@ -77,6 +91,9 @@ def _check_gradient(gradient: Gradient, numbers: editing.Numbers) -> None:
 
 def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> None:
     """The gradient of logits in memory."""
+    if classes_strided.memory_of(gradient.x) is not None:
+        _emit_strided(gradient)
+        return
     if not loss_gradient.rows_of(gradient.x):
         raise NoForm("the logits are not rows of one memory")
     if not lies_in_memory(gradient.x):
@@ -97,6 +114,24 @@ def _emit_rows(gradient: Gradient, numbers: editing.Numbers) -> None:
     emitter.done([gradient.node])
 
 
+def _emit_strided(gradient: Gradient) -> None:
+    """The gradient of logits in memory whose classes are strided there."""
+    logits, along = classes_strided.memory_of(gradient.x)
+    emitter = loss_gradient.Emitter(gradient)
+    target, factors = emitter.ready()
+    call, shape = emitter.editor.call, value(logits).shape
+    sizes = emitter.forms.sizes(shape)
+    x = logits
+    if along != 1 or len(shape) != 3:
+        before = emitter.forms.sizes([math.prod(shape[:along])])
+        x = call(aten.view.default, x, [*before, sizes[along], -1])
+    scales = gradient.scale, gradient.softcap
+    *rows, dx = emitter.operation(STRIDED, x, target, *factors, *scales)
+    emitter.statistics(*rows)
+    emitter.scaled(dx, gradient.node, strided=(sizes, gradient.x.args[1]))
+    emitter.done([gradient.node])
+
+
 def _emit_linear(gradient: Gradient, numbers: editing.Numbers) -> None:
     """The gradients of the linear layer that the logits come out of."""
     linear_loss.emit(gradient, linear_loss.match(gradient, numbers))
@@ -105,6 +140,74 @@ def _emit_linear(gradient: Gradient, numbers: editing.Numbers) -> None:
 def _stored(group: list[Core], numbers: editing.Numbers) -> Any:
     """The logits in memory that a group is computed from."""
     return levels_of(group[0].x, numbers)[-1].base
+
+
+def _take(
+    graph: Any, group: list[Core], numbers: editing.Numbers, of_tangent: set[Any],
+    emit: Callable[[Gradient, editing.Numbers], None],
+) -> bool:  # fmt: skip
+    """Rewrite the loss of a group of softmaxes with equal logits; False where it is none. Raises
+    NoForm where it is left."""
+    _check_logits(group)
+    gradient = loss_gradient.find(graph, numbers, of_tangent, group)
+    if gradient is None:
+        return False
+    try:
+        _check_gradient(gradient, numbers)
+        emit(gradient, numbers)
+    except Exception:
+        gradient.forms.editor.undo()
+        raise
+    return True
+
+
+def _take_strided(graph: Any, core: Core, logits: Any) -> bool:
+    """``_take`` of a loss over classes that are strided in memory: with its classes last."""
+    classes_strided.move(graph, core, logits)
+    numbers = editing.Numbers(graph)
+    tangents = [node for node in graph.find_nodes(op="placeholder") if compat_fx.is_tangent(node)]
+    for group in _losses(graph, numbers, 0):
+        memory = classes_strided.memory_of(_stored(group, numbers))
+        if memory is not None and memory[0] is logits:
+            return _take(graph, group, numbers, reached(tangents), _emit_rows)
+    return False
+
+
+def _copied(graph: Any) -> tuple[Any, dict[Any, Any]]:
+    """A copy of a graph, and its node for each."""
+    copy = torch.fx.Graph()
+    nodes: dict[Any, Any] = {}
+    copy.output(copy.graph_copy(graph, nodes))
+    return copy, nodes
+
+
+def rewrite_strided(graph: Any) -> None:
+    """The pass that takes logits in memory whose classes are strided: tried on a copy, as a graph
+    in which nothing else changes is best as it was."""
+    tangents = [node for node in graph.find_nodes(op="placeholder") if compat_fx.is_tangent(node)]
+    if not tangents or not graph.find_nodes(op="call_function", target=aten.exp.default):
+        return
+    for core in list(cores(graph, editing.Numbers(graph))):
+        if any(map(compat_fx.is_erased, (core.x, core.total))):
+            continue
+        if not classes_strided.is_strided(core):
+            continue
+        logits = classes_strided.strided(core)
+        here = site(core.x, core.dim, "loss", value(logits).dtype)
+        try:
+            copy, nodes = _copied(graph)
+            moved = dataclasses.replace(core, x=nodes[core.x])
+            if not _take_strided(copy, moved, nodes[logits]):
+                continue
+            _take_strided(graph, core, logits)
+        except NoForm as reason:
+            choosing.leave(NAME, here, str(reason))
+        except Exception as error:
+            registry.failed(NAME, here, error)
+        else:
+            why = "its gradient is made where the logits are read"
+            report.record(report.Decision(NAME, True, "one sweep, strided", why, here, "heuristic"))
+    editing.check(graph)
 
 
 def _rewrite(
@@ -118,18 +221,12 @@ def _rewrite(
     for group in _losses(graph, numbers):
         if name == LINEAR and not linear_loss.is_linear(_stored(group, numbers)):
             continue
+        if name == NAME and classes_strided.is_strided(group[0]):
+            continue  # judged by ``rewrite_strided``
         here = site(group[0].x, group[0].dim, "loss", value(_stored(group, numbers)).dtype)
         try:
-            _check_logits(group)
-            gradient = loss_gradient.find(graph, numbers, of_tangent, group)
-            if gradient is None:
+            if not _take(graph, group, numbers, of_tangent, emit):
                 continue
-            try:
-                _check_gradient(gradient, numbers)
-                emit(gradient, numbers)
-            except Exception:
-                gradient.forms.editor.undo()
-                raise
         except NoForm as reason:
             choosing.leave(name, here, str(reason))
         except Exception as error:
@@ -155,6 +252,7 @@ def rewrite_linear(graph: Any) -> None:
 def rewrite(graph: Any) -> None:
     """The pass that takes logits in memory."""
     why = "its gradient is made where the logits are read"
+    rewrite_strided(graph)
     _rewrite(graph, NAME, _emit_rows, "one sweep", why)
 
 

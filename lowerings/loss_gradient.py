@@ -418,13 +418,17 @@ class Emitter:
     def _log(self, total: Any) -> Any:
         return self.editor.call(aten.log.default, total)
 
-    def scaled(self, made: Any, node: Any, transposed: bool = False) -> None:
-        """Put what was made for an incoming gradient of 1, or its transpose, in place of a node."""
+    def scaled(self, made: Any, node: Any, transposed: bool = False, strided: Any = None) -> None:
+        """Put what was made for an incoming gradient of 1, or its transpose, in place of a node.
+        ``strided``: it is that of the shape, permuted as said."""
         editor, forms = self.editor, self.forms
         editor.before(node)
         scaled = editor.call(torch.ops.inductor_ext.scaled_gradient.default, made, self.gradient.g)
         if transposed:
             scaled = editor.call(aten.permute.default, scaled, [1, 0])
+        if strided is not None:
+            scaled = editor.call(aten.view.default, scaled, strided[0])
+            scaled = editor.call(aten.permute.default, scaled, strided[1])
         if not same_shape(value(scaled).shape, value(node).shape):
             scaled = forms.shaped(scaled, forms.sizes(value(node).shape))
         node.replace_all_uses_with(editor.to(scaled, value(node).dtype))

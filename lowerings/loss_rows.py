@@ -41,6 +41,7 @@ VIEWS = {
 # Fewer bytes of logits are swept by stock in less time than a launch out of Python takes; more hide
 # it behind the card.
 LEAST_BYTES = 2**27
+LEAST_STRIDED_BYTES = 2**25  # where stock takes five times as long
 
 # Besides what is pointwise, Inductor computes their input where they read it.
 _INLINING = {aten.amax.default, aten.gather.default, aten.index.Tensor, *SUMS}
@@ -137,9 +138,9 @@ def numel(tensor: torch.Tensor) -> int:
     return math.prod(compat.hint(compat.expr(s)) for s in tensor.shape)
 
 
-def check_size(tensor: torch.Tensor) -> None:
+def check_size(tensor: torch.Tensor, least: int | None = None) -> None:
     """Raise for logits in memory that are too few for an operation."""
-    if numel(tensor) * tensor.element_size() < LEAST_BYTES:
+    if numel(tensor) * tensor.element_size() < (LEAST_BYTES if least is None else least):
         raise NoForm("logits of this size are swept as fast as a kernel is launched")
 
 

@@ -17,7 +17,7 @@ import operator
 from typing import Any
 
 import torch
-from inductor_ext.lowerings import softmax_gradients, softmax_values
+from inductor_ext.lowerings import classes_strided, loss_rows, softmax_gradients, softmax_values
 from inductor_ext.lowerings.loss_rows import (
     NARROW,
     Level,
@@ -32,6 +32,7 @@ from inductor_ext.lowerings.loss_rows import (
     reached,
 )
 from inductor_ext.lowerings.softmax_cores import (
+    LONG,
     MEANS,
     SUMS,
     Core,
@@ -50,11 +51,12 @@ from inductor_ext.lowerings.softmax_cores import (
 
 from inductor_ext import choosing, compat, compat_fx, editing, matching, registry, report
 from inductor_ext.editing import Editor, Numbers, same_shape, value
-from inductor_ext.ops import _joint
+from inductor_ext.ops import _classes, _joint
 
 aten = torch.ops.aten
 NAME = "softmax"
 STATISTICS = _joint.row_statistics._opoverload
+STRIDED = _classes.class_statistics._opoverload
 
 
 def check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
@@ -65,7 +67,8 @@ def check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
         raise NoForm(reason)
     if compat.ahead_of_time():
         raise NoForm("a C++ wrapper can't hold an operation in Python")
-    if dim != value(x).dim() - 1:
+    strided = dim != value(x).dim() - 1
+    if strided and classes_strided.strided(group[0]) is None:
         raise NoForm("the classes are not the last dimension")
     if any(compat_fx.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
         raise NoForm("activation checkpointing computes it again in the backward")
@@ -75,12 +78,12 @@ def check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
         ):
             raise NoForm("its argmax needs a sweep as well")
     levels = levels_of(x, numbers)
-    check_levels(x, levels)
+    check_levels(x, levels, loss_rows.LEAST_STRIDED_BYTES if strided else None)
     check_rounding(graph, numbers, levels[-1])
 
 
-def check_levels(x: Any, levels: list[Level]) -> None:
-    """Raise NoForm where an operation would not read these logits."""
+def check_levels(x: Any, levels: list[Level], least: int | None = None) -> None:
+    """Raise NoForm where an operation would not read these logits, of ``least`` bytes."""
     base, scale = levels[-1].base, levels[-1].scale
     if not (0 < scale < math.inf and levels[-1].softcap >= 0):
         raise NoForm("its scale is not positive")
@@ -91,7 +94,7 @@ def check_levels(x: Any, levels: list[Level]) -> None:
         raise NoForm("the logits are not rows of one memory")
     if 8 * numel(value(x)) < 7 * numel(tensor):
         raise NoForm("only a part of the rows in memory is used")
-    check_size(tensor)
+    check_size(tensor, least)
 
 
 def _check_sweeps(graph: Any, numbers: Numbers, group: list[Core]) -> None:
@@ -121,6 +124,50 @@ def _check_sweeps(graph: Any, numbers: Numbers, group: list[Core]) -> None:
             )
         ):
             raise NoForm("another sum sweeps the rows again")
+
+
+def _check_values(graph: Any, group: list[Core], of_tangent: set[Any]) -> None:
+    """Raise where values are stored, or summed over their classes, before the backward: classes
+    that are strided in memory stock keeps in registers for that, if they are few."""
+    x, dim = group[0].x, group[0].dim
+    totals = {core.total for core in group}
+    made = reached([n for core in group for n in (core.peak, core.total)]) - of_tangent
+    for node in made - totals:
+        if not isinstance(value(node), torch.Tensor):
+            continue
+        if node.target in SUMS and same_shape(value(node.args[0]).shape, value(x).shape):
+            if dim in reduced(node):
+                raise NoForm("another sum sweeps the classes again")
+        elif same_shape([value(node).numel()], [value(x).numel()]):
+            for user in node.users:
+                inside = user.target in (*SUMS, aten.gather.default) or matching.is_view(user)
+                if user.op != "output" and (
+                    user in of_tangent or inside or matching.is_pointwise(user)
+                ):
+                    continue
+                raise NoForm("its values are stored")
+
+
+def _emit_strided(graph: Any, numbers: Numbers, group: list[Core]) -> None:
+    """Put the statistics of classes that are strided in memory in place of a group's own."""
+    x, dim, editor = group[0].x, group[0].dim, Editor(graph)
+    last = levels_of(x, numbers)[-1]
+    rows = RowValues(graph, numbers, editor, x, [last])
+    places = {c.peak if c.peak.target is aten.amax.default else c.peak.args[0] for c in group}
+    editor.before(next(node for node in graph.nodes if node in places))
+    shape = value(x).shape
+    sizes = rows.sizes([math.prod(shape[:dim]), shape[dim]])
+    base = editor.call(aten.view.default, last.base, [*sizes, -1])
+    operation = editor.call(STRIDED, base, last.scale, last.softcap)
+    wanted = rows.sizes(row_shape(x, dim))
+    pair = [
+        editor.call(aten.view.default, editor.call(operator.getitem, operation, i), wanted)
+        for i in range(2)
+    ]
+    put_pair(editor, group, *pair)
+    editing.erase_unused(graph, replaced(group))
+    editor.drop_unused()
+    store_rows(graph, pair)
 
 
 def _is_weighted(node: Any, x: Any) -> bool:
@@ -223,7 +270,8 @@ def _groups(graph: Any, numbers: Numbers) -> list[list[Core]]:
     """The long softmaxes with equal logits."""
     groups: dict[Any, list[Core]] = {}
     for core in cores(graph, numbers):
-        if is_long(core.x, core.dim):
+        strided = classes_strided.strided(core) is not None
+        if is_long(core.x, core.dim, classes_strided.CLASSES - 1 if strided else LONG):
             key: Any = core.x, core.dim
             if core.dim == value(core.x).dim() - 1:
                 key = key_of(levels_of(core.x, numbers), numbers)
@@ -253,6 +301,14 @@ def rewrite(graph: Any) -> None:
         here, softmaxes = group[0].site(), len({numbers.of(core.total) for core in group})
         try:
             check(graph, numbers, group)
+            if group[0].dim != value(group[0].x).dim() - 1:
+                _check_values(graph, group, of_tangent)
+                _emit_strided(graph, numbers, group)
+                why = "one read of the logits"
+                report.record(
+                    report.Decision(NAME, True, "class_statistics", why, here, "heuristic")
+                )
+                continue
             levels = levels_of(group[0].x, numbers)
             whole = softmax_values.written(group, levels, of_tangent)
             if whole is not None:

@@ -302,10 +302,10 @@ def put_pair(editor: Editor, group: list[Core], peak: Any, total: Any) -> None:
         put(core.total, new)
 
 
-def is_long(x: Any, dim: int) -> bool:
+def is_long(x: Any, dim: int, longer: int = LONG) -> bool:
     """Whether rows are too long for registers. Shorter ones are no site: stock reads them once."""
     size = compat.expr(value(x).shape[dim])
-    return compat.has_unbacked([size]) or compat.hint(size) > LONG
+    return compat.has_unbacked([size]) or compat.hint(size) > longer
 
 
 def why_not(x: Any, dim: int) -> str | None:

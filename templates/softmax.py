@@ -4,7 +4,8 @@
     dx = scale y (g - sum_j y_j g_j)                dx = scale (g - e^y sum_j g_j)
 
 with alpha = scale log2(e); ``row_softmax`` has anchor and total. The first HELD blocks of a row
-stay in registers between its two sweeps; the rest is read again, out of L2. No atomics.
+stay in registers between its two sweeps; the rest is read again, out of L2; from the end, if BACK,
+where L2 still has what was read last. No atomics.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def _value(Y, x, scale, anchor, total, LOG: tl.constexpr):
 def softmax_kernel(
     X, Y, x_stride, y_stride, columns, scale,
     LOG: tl.constexpr, COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr,
-    HELD: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr, R: tl.constexpr,
-    THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
+    HELD: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr, BACK: tl.constexpr,
+    R: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = R * THREADS * E
     scale = tl.cast(scale, tl.float32)  # a double in programs that Inductor writes
@@ -94,7 +95,8 @@ def softmax_kernel(
         else:
             tl.store(y_row + at, y_kept, mask=at < n)
     if STREAM:
-        for c in tl.range(HELD * BLOCK, last, BLOCK, num_stages=STAGES):
+        for step in tl.range(HELD * BLOCK, last, BLOCK, num_stages=STAGES):
+            c = last - BLOCK + HELD * BLOCK - step if BACK else step
             x = tl.load(x_row + c + i, eviction_policy="evict_first")
             y = _value(Y, x, scale, anchor, everyone, LOG)
             tl.store(y_row + c + i, y, eviction_policy="evict_first")
@@ -126,8 +128,8 @@ def _slope(DX, y, g, total, scale, LOG: tl.constexpr):
 def softmax_backward_kernel(
     Y, G, DX, y_stride, g_stride, dx_stride, columns, scale,
     LOG: tl.constexpr, COLUMNS_OF: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr,
-    HELD: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr, R: tl.constexpr,
-    THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
+    HELD: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr, BACK: tl.constexpr,
+    R: tl.constexpr, THREADS: tl.constexpr, E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = R * THREADS * E
     scale = tl.cast(scale, tl.float32)  # a double in programs that Inductor writes
@@ -183,7 +185,8 @@ def softmax_backward_kernel(
         else:
             tl.store(dx_row + at, dx_kept, mask=at < n)
     if STREAM:
-        for c in tl.range(HELD * BLOCK, last, BLOCK, num_stages=STAGES):
+        for step in tl.range(HELD * BLOCK, last, BLOCK, num_stages=STAGES):
+            c = last - BLOCK + HELD * BLOCK - step if BACK else step
             y = tl.load(y_row + c + i, eviction_policy="evict_first")
             g = tl.load(g_row + c + i, eviction_policy="evict_first")
             dx = _slope(DX, y, g, everyone, scale, LOG)
@@ -232,13 +235,13 @@ def tile(columns: Any, itemsize: int, tensors: int, swept: int) -> Tile:
     return Tile(2, 16, 0, 1)
 
 
-def _layout(chosen: Tile, x: torch.Tensor, *others: torch.Tensor) -> dict[str, Any]:
+def _layout(chosen: Tile, back: bool, x: torch.Tensor, *others: torch.Tensor) -> dict[str, Any]:
     elements = 16 // x.element_size()
     columns, strides = x.shape[1], [t.stride(0) for t in (x, *others)]
     known = all(isinstance(s, int) for s in (columns, *strides))
     aligned = known and all(s % elements == 0 for s in strides)
     options = {"ALIGNED": aligned, "SAME": known and len(set(strides)) == 1, "E": elements}
-    options |= {"COLUMNS_OF": 1, "HELD": chosen.held, "WHOLE": 0, "STREAM": True}
+    options |= {"COLUMNS_OF": 1, "HELD": chosen.held, "WHOLE": 0, "STREAM": True, "BACK": back}
     if known:
         options["COLUMNS_OF"] = next(p for p in (16, 8, 4, 2, 1) if columns % p == 0)
         block = chosen.r * 32 * chosen.warps * elements
@@ -249,13 +252,20 @@ def _layout(chosen: Tile, x: torch.Tensor, *others: torch.Tensor) -> dict[str, A
     return options | {"num_warps": chosen.warps}
 
 
+def _from_the_end(columns: Any, itemsize: int, beyond: int) -> bool:
+    """Whether the second sweep of rows of more bytes than that begins at their end. Shorter ones
+    are in L2 whole, where the order of the columns is faster (benchmarks/NOTES.md)."""
+    return isinstance(columns, int) and columns * itemsize > beyond
+
+
 def forward(x: torch.Tensor, scale: float, log: bool, chosen: Tile | None = None) -> torch.Tensor:
     """Softmax of ``scale x``, or its logarithm, over the rows of x [N, V], in the dtype of x."""
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     chosen = chosen or tile(columns, x.element_size(), 1, 1, rows=rows)
+    back = _from_the_end(columns, x.element_size(), 98304)
     wrap_triton(softmax_kernel)[(rows,)](
-        x, y, x.stride(0), y.stride(0), columns, scale, LOG=log, **_layout(chosen, x, y)
+        x, y, x.stride(0), y.stride(0), columns, scale, LOG=log, **_layout(chosen, back, x, y)
     )
     return y
 
@@ -267,8 +277,9 @@ def backward(
     rows, columns = y.shape
     dx = torch.empty((rows, columns), dtype=y.dtype, device=y.device)
     chosen = chosen or tile(columns, y.element_size(), 2, 1 if log else 2, rows=rows)
+    back = not log and _from_the_end(columns, y.element_size(), 196608)
     wrap_triton(softmax_backward_kernel)[(rows,)](
         y, g, dx, y.stride(0), g.stride(0), dx.stride(0), columns, scale, LOG=log,
-        **_layout(chosen, y, g, dx),
+        **_layout(chosen, back, y, g, dx),
     )  # fmt: skip
     return dx

@@ -12,6 +12,8 @@ from inductor_ext.compat import under_functorch
 from inductor_ext.ops._cross_entropy import check_dtype
 from inductor_ext.ops._opaque import traced_op
 from inductor_ext.ops._rows import beside, is_zero, kernels_apply
+from inductor_ext.templates import class_softmax_launch as strided
+from inductor_ext.templates import row_groups_launch as groups
 from inductor_ext.templates import softmax as kernels
 from inductor_ext.templates import softmax_split as split
 
@@ -20,30 +22,50 @@ from inductor_ext.templates import softmax_split as split
 def _forward(x: Tensor, scale: float, log: bool) -> Tensor:
     if not kernels_apply(x):  # a program for a card that is run without one
         return _composed(x, scale, log)
+    group = groups.takes(1, x)
+    if group is not None:
+        return groups.forward(x, scale, log, group)
     chosen = split if split.applies(x) else kernels
     return chosen.forward(x, scale, log)
+
+
+@traced_op("inductor_ext::class_softmax_forward")
+def _forward_strided(x: Tensor, scale: float, log: bool) -> Tensor:
+    if not kernels_apply(x):
+        return _composed(x, scale, log, 1)
+    return strided.forward(x, scale, log)
+
+
+@traced_op("inductor_ext::class_softmax_backward")
+def _backward_strided(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
+    if not kernels_apply(y):
+        return _composed_gradient(y, g, scale, log, 1)
+    return strided.backward(y, g, scale, log)
 
 
 @traced_op("inductor_ext::softmax_backward")
 def _backward(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
     if not kernels_apply(y):
         return _composed_gradient(y, g, scale, log)
+    group = groups.takes(1 if log else 2, y, g)
+    if group is not None:
+        return groups.backward(y, g, scale, log, group)
     chosen = split if split.applies(y) else kernels
     return chosen.backward(y, g, scale, log)
 
 
-def _composed(x: Tensor, scale: float, log: bool) -> Tensor:
+def _composed(x: Tensor, scale: float, log: bool, dim: int = -1) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     z = wide if scale == 1.0 else wide * scale
-    return (z.log_softmax(-1) if log else z.softmax(-1)).to(x.dtype)
+    return (z.log_softmax(dim) if log else z.softmax(dim)).to(x.dtype)
 
 
-def _composed_gradient(y: Tensor, g: Tensor, scale: float, log: bool) -> Tensor:
+def _composed_gradient(y: Tensor, g: Tensor, scale: float, log: bool, dim: int = -1) -> Tensor:
     wide, g = y.float(), g.float()
     if log:
-        dx = g - wide.exp() * g.sum(-1, keepdim=True)
+        dx = g - wide.exp() * g.sum(dim, keepdim=True)
     else:
-        dx = wide * (g - (wide * g).sum(-1, keepdim=True))
+        dx = wide * (g - (wide * g).sum(dim, keepdim=True))
     return (dx * scale).to(y.dtype)
 
 
@@ -62,7 +84,15 @@ def _grad(ctx: Any, g: Any) -> Any:
     return _backward(y, g, ctx.scale, ctx.log), None, None
 
 
+def _grad_strided(ctx: Any, g: Any) -> Any:
+    (y,) = ctx.saved_tensors
+    if torch.is_grad_enabled() or under_functorch():
+        return _composed_gradient(y, g, ctx.scale, ctx.log, 1), None, None
+    return _backward_strided(y, g.contiguous(), ctx.scale, ctx.log), None, None
+
+
 _forward.register_autograd(_grad, setup_context=_setup)
+_forward_strided.register_autograd(_grad_strided, setup_context=_setup)
 
 
 def softmax(x: Tensor, dim: int = -1, *, scale: float = 1.0) -> Tensor:
@@ -71,7 +101,8 @@ def softmax(x: Tensor, dim: int = -1, *, scale: float = 1.0) -> Tensor:
     Args:
         x: fp16, bf16, fp32 or fp64, any shape. All but fp64 have kernels on a card; the rest, and
             what runs under transforms of ``torch.func`` that are not compiled, is composed of torch
-            functions. A dimension that is not the last is brought there, which copies.
+            functions. A dimension that is not the last is read as it lies if x is contiguous and
+            there are enough places beside it, and brought to the end otherwise, which copies.
         dim: the dimension that is normalised.
         scale: > 0; the inverse of a temperature.
 
@@ -97,6 +128,12 @@ def _softmax(x: Tensor, dim: int, scale: float, log: bool) -> Tensor:
         raise ValueError(f"dim is expected in [{-x.dim()}, {x.dim()}), got {dim}")
     if is_zero(x.numel()):
         return x.clone()
+    dim %= x.dim()
+    if dim < x.dim() - 1 and x.is_contiguous():
+        blocks = x.view(math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
+        if strided.applies(blocks) and kernels_apply(blocks):
+            with beside(x):
+                return _forward_strided(blocks, scale, log).view(x.shape)
     last = x.movedim(dim, -1)
     rows = last.reshape(-1, last.shape[-1])
     if kernels_apply(rows):

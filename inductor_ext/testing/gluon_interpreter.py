@@ -42,6 +42,9 @@ class Tile:
     def dtype(self) -> torch.dtype:
         return self.value.dtype
 
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tile:
         return Tile(self.value.view(dtype) if bitcast else self.value.to(dtype), self.type.layout)
 
@@ -66,7 +69,7 @@ def _toward_zero(x: Any, y: Any) -> Any:
 _UNARY = {"neg": operator.neg, "invert": operator.invert}
 _BINARY = {
     "floordiv": _toward_zero, "mod": torch.fmod,
-    **{n: getattr(operator, n) for n in ("add", "sub", "mul", "truediv", "rshift")},
+    **{n: getattr(operator, n) for n in ("add", "sub", "mul", "truediv", "rshift", "lshift")},
     **{n: getattr(operator, n) for n in ("lt", "le", "gt", "ge", "eq", "ne")},
     "and": operator.and_, "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip
@@ -183,16 +186,24 @@ class Descriptor:
 class Pointer:
     def __init__(self, flat: torch.Tensor, offset: Any = 0) -> None:
         self.flat, self.offset = flat, offset
+        self.dtype = SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.flat, offset + self.offset)
 
 
-def _store(pointer: Pointer, value: Tile, mask: Tile) -> None:
-    pointer.flat[pointer.offset.value[mask.value]] = value.value[mask.value]
+def _store(pointer: Pointer, value: Tile, mask: Tile | None = None, **_: Any) -> None:
+    if mask is None:
+        pointer.flat[_bare(pointer.offset)] = _bare(value)
+    else:
+        pointer.flat[pointer.offset.value[mask.value]] = value.value[mask.value]
 
 
-def _load(pointer: Pointer, mask: Tile | None = None, other: float = 0) -> Any:
+def _load(
+    pointer: Pointer, mask: Tile | None = None, other: float = 0, volatile: bool = False
+) -> Any:
+    if volatile:
+        time.sleep(0)  # whoever is waited for goes on
     if isinstance(pointer.offset, Tile):
         if mask is not None:
             inside, at = torch.broadcast_tensors(mask.value, pointer.offset.value)
@@ -200,8 +211,9 @@ def _load(pointer: Pointer, mask: Tile | None = None, other: float = 0) -> Any:
             other = torch.full_like(value, other)
             return Tile(torch.where(inside, value, other), pointer.offset.type.layout)
         return Tile(pointer.flat[pointer.offset.value], pointer.offset.type.layout)
-    value = pointer.flat[pointer.offset].item()
-    return Int(value) if isinstance(value, int) else value
+    inside = mask is None or bool(_bare(mask))
+    value = pointer.flat[_bare(pointer.offset)] if inside else torch.tensor(other)
+    return Tile(value) if value.is_floating_point() else Int(value)
 
 
 def _atomic_add(pointer: Pointer, value: int) -> int:
@@ -256,7 +268,15 @@ def _either(of_tiles: Callable[..., Any], of_scalars: Callable[..., Any]) -> Cal
 def _where(condition: Any, x: Any, y: Any) -> Any:
     if torch.is_tensor(condition):
         return torch.where(condition, x, y)
-    return x if condition else y
+    chosen = x if condition else y
+    return Int(chosen) if type(chosen) is int else chosen
+
+
+def _sum(x: Tile, axis: int) -> Any:
+    total = x.value.sum(axis)
+    if total.ndim or total.is_floating_point():
+        return Tile(total, x.type.layout)
+    return Int(total)
 
 
 def _split(x: Tile) -> tuple[Tile, Tile]:
@@ -290,7 +310,10 @@ class _Language(ModuleType):
             log2=_lifted(torch.log2),
             **{n: _lifted(getattr(torch, n)) for n in ("abs", "exp", "log", "sqrt", "zeros_like")},
             max=_lifted(lambda x, axis: x.amax(axis)),
-            sum=_lifted(lambda x, axis: x.sum(axis) if x.ndim > 1 else Int(x.sum())),
+            sum=_sum,
+            fma=_lifted(lambda x, y, z: x * y + z),
+            full_like=_lifted(torch.full_like),
+            to_tensor=lambda x: x,
             atomic_add=_atomic_add,
             expand_dims=_lifted(torch.unsqueeze),
             reshape=_lifted(lambda x, shape: x.reshape(shape)),
@@ -311,15 +334,20 @@ def _specialize(
     partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any
 ) -> None:
     assert len(warps) == len(registers) == len(partitions) - 1
+    _at_once([(lambda fn=fn, args=args: fn(*args), {}) for fn, args in partitions])
+
+
+def _at_once(calls: Sequence[tuple[Callable[..., None], dict[str, Any]]]) -> None:
+    """Functions with their arguments, each in a thread."""
     errors: list[BaseException] = []
 
-    def run(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def run(fn: Callable[..., None], names: dict[str, Any]) -> None:
         try:
-            fn(*args)
+            fn(**names)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=p) for p in partitions]
+    threads = [threading.Thread(target=run, args=call) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -357,12 +385,42 @@ class _Copies:
         pass
 
 
+class _ThreadCopies:
+    """``async_copy``: what a group copies comes when it is waited for, or, ``early``, at once."""
+
+    def __init__(self, early: bool) -> None:
+        self.early = early
+        self.groups: list[list[Any]] = []
+        self.open: list[Any] = []
+
+    def async_copy_global_to_shared(self, shared: Shared, pointer: Pointer, mask: Tile) -> None:
+        def copy() -> None:
+            kept = torch.full_like(shared.memory, torch.nan)
+            shared.memory.copy_(torch.where(mask.value, _load(pointer, mask).value, kept))
+
+        self.open.append(copy)
+        if self.early:
+            copy()
+
+    def commit_group(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait_group(self, outstanding: int) -> None:
+        while len(self.groups) > outstanding:
+            for copy in self.groups.pop(0):
+                if not self.early:
+                    copy()
+
+
 def _init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.missing = count
 
 
 @contextmanager
-def _standing_in(language: ModuleType, copies: _Copies) -> Iterator[None]:
+def _standing_in(
+    language: ModuleType, copies: _Copies, thread_copies: _ThreadCopies
+) -> Iterator[None]:
     jit = lambda fn=None, **_: fn if fn is not None else (lambda f: f)  # noqa: E731
     hopper = {
         "fence_async_shared": lambda: None,
@@ -384,6 +442,7 @@ def _standing_in(language: ModuleType, copies: _Copies) -> Iterator[None]:
         f"{root}.language": vars(language),
         f"{root}.language.nvidia": {},
         f"{root}.language.nvidia.hopper": hopper,
+        f"{root}.language.nvidia.ampere": {"async_copy": thread_copies},
     }
     import triton.experimental
 
@@ -422,16 +481,26 @@ def interpret(
     programs: int,
     arguments: dict[str, Any],
     delay: float = 0.0,
+    together: bool = False,
 ) -> None:
-    """Run all programs of a launch one after the other. ``define`` executes the kernel's module
-    afresh and returns the kernel; tensors of ``arguments`` become pointers, and objects with
-    ``base`` and ``block_shape`` descriptors. ``delay``: seconds before each copy."""
+    """Run all programs of a launch one after the other, or ``together``, where they wait for each
+    other. ``define`` executes the kernel's module afresh and returns the kernel; tensors of
+    ``arguments`` become pointers, and objects with ``base`` and ``block_shape`` descriptors.
+    ``delay``: seconds before each copy; copies by threads come as late as they may, or, of 0, at
+    once."""
     names = {n: _argument(v) for n, v in arguments.items() if n != "num_warps"}
+    copies = [_Copies(delay) for _ in range(programs)]
+    kernels = []
     for program in range(programs):
-        copies = _Copies(delay)
-        try:
-            with _standing_in(_Language(program, programs), copies):
-                kernel = define()
-            kernel(**names)
-        finally:
-            copies.started.put(None)
+        language = _Language(program, programs)
+        with _standing_in(language, copies[program], _ThreadCopies(delay == 0.0)):
+            kernels.append(define())
+    try:
+        if together:
+            _at_once([(kernel, names) for kernel in kernels])
+        else:
+            for kernel in kernels:
+                kernel(**names)
+    finally:
+        for one in copies:
+            one.started.put(None)

@@ -209,6 +209,35 @@ def test_softmax(name, dtype, rows, columns, poison):
     judged(getattr(ops, name), getattr(torch, name), x, poison=poison, dim=-1)
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("shape", [(4, 19, 512, 128), (3, 150, 333, 57), (1203, 4999)])
+def test_softmax_of_strided_classes(name, dtype, shape, poison):
+    x = (torch.randn(shape, device="cuda") * 3).to(dtype)
+    judged(getattr(ops, name), getattr(torch, name), x, poison=poison, dim=max(len(shape) - 3, 0))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax_of_shared_rows(name, poison):
+    """More rows than are under way, with rows and columns of infinities; beside another stream."""
+    x = (torch.randn(301, 128256, device="cuda") * 3).to(BF16)
+    x[::17, 5000:] = -torch.inf
+    x[1], x[2, 7] = -torch.inf, torch.nan
+    own, fn = x.requires_grad_(), getattr(ops, name)
+    y = fn(own)
+    assert torch.equal(y.isnan(), getattr(torch, name)(x.float(), -1).isnan())
+    g = torch.randn_like(x)
+    (dx,) = torch.autograd.grad(y, own, g, retain_graph=True)
+    other = torch.cuda.Stream()
+    for _ in range(5):
+        poison()
+        with torch.cuda.stream(other):
+            torch.mm(g[:, :8192].t(), g[:, :8192])
+        assert torch.equal(y.nan_to_num(), fn(own).nan_to_num())
+        (again,) = torch.autograd.grad(y, own, g, retain_graph=True)
+        assert torch.equal(dx.nan_to_num(), again.nan_to_num())
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(1024, 128256), (2000, 50257), (8, 131072)])
 def test_distillation(rows, columns, poison):
     x, target = draw(rows, columns)

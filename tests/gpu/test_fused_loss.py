@@ -108,6 +108,32 @@ def test_losses(fn, rows, columns, poison):
     by_the_rule(fn, [x], t, found)
 
 
+def per_place(x, t):
+    return F.cross_entropy(x, t, reduction="none")
+
+
+def scored(x, t):
+    z = 30 * torch.tanh(x.float() / 30)
+    return F.cross_entropy(z, t, label_smoothing=0.1) + 1e-3 * z.logsumexp(1).square().mean()
+
+
+@pytest.mark.parametrize("fn", [plain, scored, per_place])
+@pytest.mark.parametrize("shape", [(4, 19, 512, 512), (3, 150, 333, 257), (16, 1203, 5000)])
+def test_strided_classes(fn, shape, poison):
+    torch.manual_seed(0)
+    x = (torch.randn(shape, device="cuda") * 3).to(BF16)
+    t = torch.randint(0, shape[1], (shape[0], *shape[2:]), device="cuda")
+    t.view(-1)[::7] = -100
+    with inductor_ext.enable(*LOWERINGS), report.collect() as decisions:
+        compiled = torch.compile(fn, dynamic=False)
+        found = gradients(compiled, [x], t)
+    assert {d.chosen for d in decisions} & {"one sweep, strided", "class_statistics"}, decisions
+    poison()
+    for a, b in zip(found, gradients(compiled, [x], t), strict=True):
+        assert torch.equal(a, b)
+    by_the_rule(fn, [x], t, found)
+
+
 def divergence(x, q):
     return F.kl_div(x.float().log_softmax(-1), q.softmax(-1), reduction="batchmean")
 

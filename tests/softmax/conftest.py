@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from inductor_ext.templates import softmax, softmax_split
+from inductor_ext.templates import class_softmax_launch, softmax, softmax_split
 
 from inductor_ext.ops import _rows, _softmax
 from inductor_ext.testing import launches_interpreted
@@ -16,15 +16,20 @@ def clean_setting():
 
 
 @contextlib.contextmanager
-def on_cpu(tile):
+def on_cpu(tile, strided=False):
     """The kernels apply to CPU tensors, run on them in the interpreter, and have this tile.
 
-    None: rows are split.
+    None: rows are split. ``strided``: classes that are not the last dimension are read as they lie.
     """
-    with launches_interpreted(softmax, softmax_split), pytest.MonkeyPatch.context() as patch:
+    with (
+        launches_interpreted(softmax, softmax_split, class_softmax_launch),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(_softmax, "kernels_apply", _rows.shapes_apply)
         patch.setattr(softmax, "tile", lambda *_, **__: tile)
+        patch.setattr(softmax, "_from_the_end", lambda *_: tile.held == 1)
         patch.setattr(softmax_split, "applies", lambda x: tile is None)
+        patch.setattr(class_softmax_launch, "applies", lambda x: strided)
         yield
 
 

@@ -58,10 +58,10 @@ def test_numbers(name, tile, dtype, columns, padding, on_cpu):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("kernel", ["copied", "strided", None])
 def test_dimensions(name, dim, kernel, on_cpu):
     x, g = torch.randn(3, 5, 4), torch.randn(3, 5, 4)
-    with on_cpu(TILES["both"]) if kernel else contextlib.nullcontext():
+    with on_cpu(TILES["both"], kernel == "strided") if kernel else contextlib.nullcontext():
         found = ours(name, x, g, dim)
     for mine, theirs in zip(found, run(name, x, g, dim, dtype=torch.float64), strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-6)
@@ -96,7 +96,7 @@ def test_gradients_of_gradients(name, on_cpu):
 
 
 @pytest.mark.parametrize("log", [True, False])
-@pytest.mark.parametrize("columns", [1000, 8192, 32000, 50257, 128256])
+@pytest.mark.parametrize("columns", [1000, 50257, 128256])
 def test_binaries(log, columns):
     x = torch.empty(8192, columns, dtype=BF16, device="meta")
     forward, backward = launch_binaries(

@@ -58,7 +58,8 @@ def fresh_status():
 @pytest.fixture(autouse=True)
 def clean_setting(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(loss_rows, "LEAST_BYTES", 0)
+    for name in ("LEAST_BYTES", "LEAST_STRIDED_BYTES"):
+        monkeypatch.setattr(loss_rows, name, 0)
     monkeypatch.setattr(weighted_sums, "FEW", 0)
     # Losses that are taken whole have tests of their own.
     on = inductor_ext.disable("fused_loss", "linear_cross_entropy")
