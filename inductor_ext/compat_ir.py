@@ -232,7 +232,7 @@ class Template:
 
     @property
     def _kernel_name(self) -> str:
-        return f"triton_{self.name}"
+        return f"triton_tem_{self.name}"  # Inductor's word for kernels made of templates
 
 
 def _texts_are_shared() -> bool:
