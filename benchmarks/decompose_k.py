@@ -110,11 +110,11 @@ SUITES: dict[str, tuple[Case, ...]] = {
 }
 
 # A graph of projections and heads of different sizes, each of which is split.
-MODEL = tuple(
-    Case("model", 64, n, k, "bfloat16", "nk", "relu")
-    for n, k in ((256, 7168), (128, 4096), (64, 8192), (24, 28672))
-    + ((192, 6144), (160, 5120), (96, 4096), (320, 10240))
+MODEL_SIZES = (
+    *((256, 7168), (128, 4096), (64, 8192), (24, 28672)),
+    *((192, 6144), (160, 5120), (96, 4096), (320, 10240)),
 )
+MODEL = tuple(Case("model", 64, n, k, "bfloat16", "nk", "relu") for n, k in MODEL_SIZES)
 
 EPILOGUES: dict[str, Callable[..., Any]] = {
     "none": lambda y: y,

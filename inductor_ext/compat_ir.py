@@ -152,8 +152,8 @@ class Template:
     already holds the offset into a contiguous output, so that it is not put together again.
 
     ``alone``: nothing ever fuses into the kernel, so its text is known when it is emitted. It has
-    the template's own name then, so that equal problems anywhere are one text and are compiled once
-    in a process, and Inductor's workers are given it at once, not when the graph has been scheduled.
+    the template's own name then, so that equal problems anywhere are one text, which is compiled
+    once, and Inductor's workers are given it at once, not when the graph has been scheduled.
     """
 
     def __init__(
