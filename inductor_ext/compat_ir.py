@@ -264,6 +264,39 @@ def _renamed(kernel: Any, name: str, hook: Callable[[], str]) -> str:
     return _ANY_NAME.format(name=name) + text.replace(str(Placeholder.DESCRIPTIVE_NAME), name)
 
 
+def workers_are_up() -> bool:
+    """Whether Inductor compiles kernels in other processes, which are there."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    return on_real_card() and AsyncCompile.use_process_pool()
+
+
+def lower_alone(op: Any, *fakes: torch.Tensor) -> None:
+    """Lower one operation in a graph of its own, for what its lowering begins; nothing is kept."""
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    mode = fakes[0].fake_mode  # type: ignore[attr-defined]
+    new = torch.fx.Graph()
+    inputs = [new.placeholder(f"x{i}") for i in range(len(fakes))]
+    out = new.call_function(op, tuple(inputs))
+    new.output((out,))
+    with V.set_fake_mode(mode), torch.no_grad():
+        for node, fake in zip(inputs, fakes, strict=True):
+            node.meta["val"] = fake
+        with mode:
+            out.meta["val"] = op(*fakes)
+        lowering = GraphLowering(
+            torch.fx.GraphModule({}, new),
+            example_inputs=fakes,
+            shape_env=mode.shape_env,
+            is_inference=True,
+            name="inductor_ext_ahead",
+        )
+        with V.set_graph_handler(lowering):
+            lowering.run(*fakes)
+
+
 def _begin_compile(name: str, text: str) -> None:
     """Let a worker compile the kernel, to be had by this text; nothing where no worker is up."""
     from torch._inductor.async_compile import AsyncCompile
