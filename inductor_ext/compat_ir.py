@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -228,6 +229,8 @@ class Template:
         if self._alone and on_real_card() and _texts_are_shared():
             with open(caller.bmreq.module_path) as file:
                 _begin_compile(self._kernel_name, file.read())
+            if getattr(_ahead, "on", False):
+                raise _Begun
         return caller.output_node()
 
     @property
@@ -271,12 +274,20 @@ def workers_are_up() -> bool:
     return on_real_card() and AsyncCompile.use_process_pool()
 
 
-def lower_alone(op: Any, *fakes: torch.Tensor) -> None:
-    """Lower one operation in a graph of its own, for what its lowering begins; nothing is kept."""
+class _Begun(BaseException):
+    """Nothing else is wanted of a lowering. No error that anything on the way would handle."""
+
+
+_ahead = threading.local()
+
+
+def begin_kernel_of(op: Any, *fakes: torch.Tensor) -> None:
+    """Lower one operation in a graph of its own until it emits a template that is ``alone``, whose
+    compile begins then; nothing is kept."""
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
-    mode = fakes[0].fake_mode  # type: ignore[attr-defined]
+    mode = fakes[0].fake_mode
     new = torch.fx.Graph()
     inputs = [new.placeholder(f"x{i}") for i in range(len(fakes))]
     out = new.call_function(op, tuple(inputs))
@@ -293,8 +304,12 @@ def lower_alone(op: Any, *fakes: torch.Tensor) -> None:
             is_inference=True,
             name="inductor_ext_ahead",
         )
-        with V.set_graph_handler(lowering):
-            lowering.run(*fakes)
+        _ahead.on = True
+        try:
+            with V.set_graph_handler(lowering), contextlib.suppress(_Begun):
+                lowering.run(*fakes)
+        finally:
+            _ahead.on = False
 
 
 def _begin_compile(name: str, text: str) -> None:

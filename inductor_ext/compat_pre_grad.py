@@ -70,7 +70,7 @@ def on_cache_miss(callback: Callable[[Any], None]) -> None:
             return found
 
         try_load.inductor_ext = True  # type: ignore[attr-defined]
-        AOTAutogradCache.try_load = staticmethod(try_load)  # type: ignore[method-assign]
+        AOTAutogradCache.try_load = staticmethod(try_load)
     _on_miss.append(callback)
 
 

@@ -41,7 +41,7 @@ def begin(gm: Any) -> None:
     try:
         with report.muted():
             for a, b in _few(_products(gm.graph)):
-                compat_ir.lower_alone(torch.ops.aten.mm.default, a, b)
+                compat_ir.begin_kernel_of(torch.ops.aten.mm.default, a, b)
     except Exception as error:  # what is not begun here is begun at the site
         if config.strict:
             raise
@@ -55,7 +55,7 @@ def _few(products: Iterator[Any]) -> list[Any]:
 
 
 def _products(graph: Any) -> Iterator[tuple[Any, Any]]:
-    """Fake operands of the products [M, K] x [K, N] whose right one is an input, as they will be."""
+    """Fake operands [M, K] and [K, N], as they will be, of products whose right one is an input."""
     inputs = [_value(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")]
     memory = {compat_pre_grad.storage_key(x) for x in inputs if x is not None}
     for node in graph.nodes:
