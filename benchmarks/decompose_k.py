@@ -425,6 +425,8 @@ def compile_times() -> list[dict[str, Any]]:
                 took = _first_call_of_model(variant)
                 key = ("model", f"{len(MODEL)} sites", "model", variant)
                 seconds.setdefault(key, []).append(took)
+        last = " ".join(f"{v}:{name}:{t[-1]:.3f}" for (_, name, _, v), t in seconds.items())
+        print(f"round {i}: {last}", file=sys.stderr, flush=True)
         if i == -COMPILE_WARMUP:
             AsyncCompile.wait_pool_ready()
     rows = []
