@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -229,8 +228,6 @@ class Template:
         if self._alone and on_real_card() and _texts_are_shared():
             with open(caller.bmreq.module_path) as file:
                 _begin_compile(self._kernel_name, file.read())
-            if getattr(_ahead, "on", False):
-                raise _Begun
         return caller.output_node()
 
     @property
@@ -265,51 +262,6 @@ def _renamed(kernel: Any, name: str, hook: Callable[[], str]) -> str:
     finally:
         kernel.kernel_name = before
     return _ANY_NAME.format(name=name) + text.replace(str(Placeholder.DESCRIPTIVE_NAME), name)
-
-
-def workers_are_up() -> bool:
-    """Whether Inductor compiles kernels in other processes, which are there."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    return on_real_card() and AsyncCompile.use_process_pool()
-
-
-class _Begun(BaseException):
-    """Nothing else is wanted of a lowering. No error that anything on the way would handle."""
-
-
-_ahead = threading.local()
-
-
-def begin_kernel_of(op: Any, *fakes: torch.Tensor) -> None:
-    """Lower one operation in a graph of its own until it emits a template that is ``alone``, whose
-    compile begins then; nothing is kept."""
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
-
-    mode = fakes[0].fake_mode
-    new = torch.fx.Graph()
-    inputs = [new.placeholder(f"x{i}") for i in range(len(fakes))]
-    out = new.call_function(op, tuple(inputs))
-    new.output((out,))
-    with V.set_fake_mode(mode), torch.no_grad():
-        for node, fake in zip(inputs, fakes, strict=True):
-            node.meta["val"] = fake
-        with mode:
-            out.meta["val"] = op(*fakes)
-        lowering = GraphLowering(
-            torch.fx.GraphModule({}, new),
-            example_inputs=fakes,
-            shape_env=mode.shape_env,
-            is_inference=True,
-            name="inductor_ext_ahead",
-        )
-        _ahead.on = True
-        try:
-            with V.set_graph_handler(lowering), contextlib.suppress(_Begun):
-                lowering.run(*fakes)
-        finally:
-            _ahead.on = False
 
 
 def _begin_compile(name: str, text: str) -> None:

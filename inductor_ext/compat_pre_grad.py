@@ -49,31 +49,6 @@ def entries() -> list[Any]:
     return _entries
 
 
-_on_miss: list[Callable[[Any], None]] = []
-
-
-def on_cache_miss(callback: Callable[[Any], None]) -> None:
-    """Call ``callback(gm)`` for each program in torch functions that AOTAutograd's cache does not
-    have, before it is traced. There is no hook: the look-up is wrapped."""
-    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-
-    stock = AOTAutogradCache.try_load
-    if not hasattr(stock, "inductor_ext"):
-
-        @functools.wraps(stock)
-        def try_load(mod: Any, *args: Any, **kwargs: Any) -> Any:
-            found = stock(mod, *args, **kwargs)
-            # From torch 2.12 on with the configuration under which it would be stored.
-            if (found[0] if isinstance(found, tuple) else found) is None:
-                for callback in _on_miss:
-                    callback(getattr(mod, "gm", mod))
-            return found
-
-        try_load.inductor_ext = True  # type: ignore[attr-defined]
-        AOTAutogradCache.try_load = staticmethod(try_load)
-    _on_miss.append(callback)
-
-
 def fake_mode_of(tensor: Any) -> Any:
     """The fake mode of a plain fake tensor; None for anything else."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -264,13 +264,6 @@ def test_compile_workers():
     accepts(f"{path}.triton", X, "name", "text")
 
 
-def test_look_up_of_traced_programs():
-    cache = "torch._functorch._aot_autograd.autograd_cache:AOTAutogradCache.try_load"
-    assert next(iter(inspect.signature(find(cache)).parameters)) == "mod"
-    caller = inspect.getsource(find("torch._functorch.aot_autograd:aot_module_simplified"))
-    assert "AOTAutogradCache.try_load(" in caller, "the cache is asked in another way"
-
-
 @pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32")])
 def test_float32_precision_is_what_torch_was_told(setting, expected):
     before = torch.get_float32_matmul_precision()
