@@ -53,7 +53,7 @@ SQUARE_SPLITS = (64, 128)  # the best of the five in each of 24 squares measured
 DRAWS = 4  # input sets of different values that every candidate is checked on
 REPEATS = 12
 QUICK_CASES, QUICK_REPEATS = 3, 10
-COMPILE_REPEATS = 5
+COMPILE_REPEATS, COMPILE_WARMUP = 7, 2
 
 
 # --- cases ----------------------------------------------------------------------------------------
@@ -108,6 +108,13 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case("mhc", t, 24, 28672, "bfloat16", "nk", "float") for t in (1, 64, 256, 1024, 4096)
     ),
 }
+
+# A graph of projections and heads of different sizes, each of which is split.
+MODEL_SIZES = (
+    *((256, 7168), (128, 4096), (64, 8192), (24, 28672)),
+    *((192, 6144), (160, 5120), (96, 4096), (320, 10240)),
+)
+MODEL = tuple(Case("model", 64, n, k, "bfloat16", "nk", "relu") for n, k in MODEL_SIZES)
 
 EPILOGUES: dict[str, Callable[..., Any]] = {
     "none": lambda y: y,
@@ -359,37 +366,81 @@ def measure_case(
     return row | versus.speedups(row)
 
 
+def _first_call(case: Case, variant: str) -> float:
+    """Wall clock in s of compiling and running one site."""
+    import torch
+
+    inputs = draw(case)
+    start = time.perf_counter()
+    build(case, variant, inputs)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _first_call_of_model(variant: str) -> float:
+    """The same for one graph of ``MODEL``: sites of different sizes, relu(x @ w.t()) each."""
+    import torch
+
+    import inductor_ext
+
+    inputs = [draw(case) for case in MODEL]
+
+    def model(pairs: Any) -> Any:
+        return [site(case)(*pair) for case, pair in zip(MODEL, pairs, strict=True)]
+
+    compiled = torch.compile(common.own_code(model, variant), dynamic=False)
+    switch = inductor_ext.enable if variant == "ours" else inductor_ext.disable
+    start = time.perf_counter()
+    with switch(LOWERING):
+        compiled(inputs)
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def compile_times() -> list[dict[str, Any]]:
     """Wall clock of a first call in s, stock against ours in default mode, caches fresh.
 
     "first" is the first site of all; "later" another site, of half as many rows, compiled after it
-    in the same cache directory: they have no kernel in common.
+    in the same cache directory: they have no kernel in common. "model" is one graph of ``MODEL``.
+    The compile workers are up, and variants take turns, the one that begins too.
     """
     import torch
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import fresh_cache
 
-    rows = []
-    for first in (SUITES["relu_bf16"][-1], SUITES["router"][3]):
-        later = dataclasses.replace(first, m=first.m // 2)
-        seconds: dict[tuple[str, str], list[float]] = {}
-        for i in range(COMPILE_REPEATS + 1):
-            for variant in ("compile", "ours"):
+    firsts = (SUITES["relu_bf16"][-1], SUITES["router"][3])
+    seconds: dict[tuple[Any, ...], list[float]] = {}
+    for i in range(-COMPILE_WARMUP, COMPILE_REPEATS):
+        for variant in ("compile", "ours") if i % 2 else ("ours", "compile"):
+            for first in firsts:
                 torch._dynamo.reset()
                 with fresh_cache():
+                    later = dataclasses.replace(first, m=first.m // 2)
                     for which, case in (("first", first), ("later", later)):
-                        inputs = draw(case)
-                        start = time.perf_counter()
-                        build(case, variant, inputs)
-                        torch.cuda.synchronize()
-                        if i:  # the first round starts the compile workers and fills imports
-                            took = time.perf_counter() - start
-                            seconds.setdefault((which, variant), []).append(took)
-        for which, case in (("first", first), ("later", later)):
-            stock, ours = (statistics.median(seconds[which, v]) for v in ("compile", "ours"))
-            rows.append(
-                {"suite": case.suite, "case": case.name, "site": which, "stock_s": stock}
-                | {"ours_s": ours, "ours_of_stock": ours / stock, "repeats": COMPILE_REPEATS}
-            )
+                        took = _first_call(case, variant)
+                        key = (case.suite, case.name, which, variant)
+                        seconds.setdefault(key, []).append(took)
+            torch._dynamo.reset()
+            with fresh_cache():
+                took = _first_call_of_model(variant)
+                key = ("model", f"{len(MODEL)} sites", "model", variant)
+                seconds.setdefault(key, []).append(took)
+        last = " ".join(f"{v}:{name}:{t[-1]:.3f}" for (_, name, _, v), t in seconds.items())
+        print(f"round {i}: {last}", file=sys.stderr, flush=True)
+        if i == -COMPILE_WARMUP:
+            AsyncCompile.wait_pool_ready()
+    rows = []
+    for suite, name, which, variant in seconds:
+        if variant != "ours":
+            continue
+        times = [seconds[suite, name, which, v][COMPILE_WARMUP:] for v in ("compile", "ours")]
+        stock, ours = map(statistics.median, times)
+        rows.append(
+            {"suite": suite, "case": name, "site": which, "stock_s": stock, "ours_s": ours}
+            | {"ours_of_stock": ours / stock, "repeats": COMPILE_REPEATS}
+            | {"stock_s_all": " ".join(f"{t:.3f}" for t in times[0])}
+            | {"ours_s_all": " ".join(f"{t:.3f}" for t in times[1])}
+        )
     return rows
 
 
@@ -442,7 +493,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard", type=common.shard, default=(1, 1), help="I/N: every Nth shape from the Ith")
     add("--budget-seconds", type=float, help="stop between shapes before this is used up")
     add("--prewarm", type=int, default=0, metavar="N", help="compile ahead in N processes")
-    add("--compile-time", action="store_true", help="measure compile time instead, on two shapes")
+    add("--compile-time", action="store_true", help="measure compile time instead")
     add("--merge", nargs="+", type=Path, metavar="CSV", help="join the files of earlier runs")
     add("--list", action="store_true", help="print the cases in their order and stop")
     return parser

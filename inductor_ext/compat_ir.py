@@ -150,10 +150,20 @@ class Template:
     in Inductor's dialect: ``def_kernel``, ``size``, ``stride``, ``store_output``. Two constants are
     ours: ``PDL`` launches with programmatic dependent launch, ``FLAT`` names the variable that
     already holds the offset into a contiguous output, so that it is not put together again.
+
+    ``alone``: nothing ever fuses into the kernel, so its text is known when it is emitted. It has
+    the template's own name then, so that equal problems anywhere are one text, which is compiled
+    once, and Inductor's workers are given it at once, not when the graph has been scheduled.
     """
 
-    def __init__(self, name: str, grid: Callable[..., Any], source: str) -> None:
-        self.name, self._grid, self._source = name, grid, source
+    def __init__(
+        self, name: str, grid: Callable[..., Any], source: str, *, alone: bool = False
+    ) -> None:
+        # Inductor hands a kernel to its workers when its code is written and asks for it again by
+        # the text in the wrapper, which is stripped. Up to torch 2.14 a template that is not so
+        # itself is another text, is compiled twice, and the second, begun late, is waited for.
+        self.name, self._grid, self._alone = name, grid, alone
+        self._source = "{% filter trim %}" + source + "{% endfilter %}\n\n"
 
     @functools.cached_property
     def _template(self) -> Any:
@@ -163,8 +173,17 @@ class Template:
             TritonTemplateKernel,
         )
 
+        alone, name_of_kernel = self._alone, self._kernel_name
+
         class Kernel(TritonTemplateKernel):
             triton_meta: Any
+
+            def def_kernel(self, *argnames: str) -> str:
+                key = super().def_kernel(*argnames)
+                if alone and _texts_are_shared():
+                    hook = self.render_hooks[key]
+                    self.render_hooks[key] = lambda: _renamed(self, name_of_kernel, hook)
+                return key
 
             def jit_lines(self) -> Any:
                 if self.meta.get("PDL"):
@@ -206,7 +225,51 @@ class Template:
             num_warps=num_warps,
             **constants,
         )
+        if self._alone and on_real_card() and _texts_are_shared():
+            with open(caller.bmreq.module_path) as file:
+                _begin_compile(self._kernel_name, file.read())
         return caller.output_node()
+
+    @property
+    def _kernel_name(self) -> str:
+        return f"triton_tem_{self.name}"  # Inductor's word for kernels made of templates
+
+
+def _texts_are_shared() -> bool:
+    """Whether kernels are Python modules of which nothing but the kernel is asked."""
+    from torch._inductor import config
+
+    extended = config.benchmark_kernel or config.profile_bandwidth  # a benchmark is written below
+    return not (extended or graph().cpp_wrapper or compat.ahead_of_time())
+
+
+# Whatever a graph calls the kernel, the module has it.
+_ANY_NAME = """
+def __getattr__(name):
+    if name.startswith("triton_"):
+        return {name}
+    raise AttributeError(name)
+"""
+
+
+def _renamed(kernel: Any, name: str, hook: Callable[[], str]) -> str:
+    """The text up to the kernel's body with ``name`` for what Inductor would put in later."""
+    from torch._inductor.utils import Placeholder
+
+    before, kernel.kernel_name = kernel.kernel_name, name
+    try:
+        text = hook()
+    finally:
+        kernel.kernel_name = before
+    return _ANY_NAME.format(name=name) + text.replace(str(Placeholder.DESCRIPTIVE_NAME), name)
+
+
+def _begin_compile(name: str, text: str) -> None:
+    """Let a worker compile the kernel, to be had by this text; nothing where no worker is up."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    if AsyncCompile.use_process_pool():
+        AsyncCompile().triton(name, f"\n{text.strip()}\n")
 
 
 # --- tracing and inlining -------------------------------------------------------------------------

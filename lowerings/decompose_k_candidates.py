@@ -36,7 +36,7 @@ NAME = "decompose_k"
 aten = torch.ops.aten
 
 PARTIAL = compat_ir.Template(
-    "inductor_ext_decompose_k_partial", kernels.partial_grid, kernels.PARTIAL
+    "inductor_ext_decompose_k_partial", kernels.partial_grid, kernels.PARTIAL, alone=True
 )
 REDUCE = compat_ir.Template("inductor_ext_decompose_k_reduce", kernels.reduce_grid, kernels.REDUCE)
 DOT = compat_ir.Template("inductor_ext_decompose_k_dot", kernels.dot_grid, kernels.DOT)

@@ -258,7 +258,10 @@ def test_config_values():
 
 
 def test_compile_workers():
-    accepts("torch._inductor.async_compile:AsyncCompile.wait_pool_ready", timeout=60)
+    path = "torch._inductor.async_compile:AsyncCompile"
+    accepts(f"{path}.wait_pool_ready", timeout=60)
+    accepts(f"{path}.use_process_pool")
+    accepts(f"{path}.triton", X, "name", "text")
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32")])
@@ -317,8 +320,13 @@ def test_template():
     accepts(f"{path}TritonTemplateKernel.jit_lines", X)
     accepts(f"{path}TritonTemplateKernel.store_output", X, ("i",), "acc", None, val_shape=("B",))
     source = "".join(inspect.getsource(c) for c in kernel.__mro__ if c.__module__[:5] == "torch")
-    for name in ("render_hooks", "triton_meta", "meta"):
+    for name in ("render_hooks", "triton_meta", "meta", "kernel_name"):
         assert f"self.{name}" in source, f"TritonTemplateKernel.{name} is gone"
+    accepts(f"{path}TritonTemplateKernel.def_kernel", X, "A", "B")
+    find("torch._inductor.utils:Placeholder.DESCRIPTIVE_NAME")
+    request = inspect.getsource(find("torch._inductor.autotune_process:BenchmarkRequest"))
+    request += inspect.getsource(find("torch._inductor.autotune_process:TritonBenchmarkRequest"))
+    assert "self.module_path" in request, "the text of a template is in no file"
     callers = inspect.getsource(find(f"{path}TritonTemplateCaller"))
     assert "def output_node" in callers, "TritonTemplateCaller.output_node is gone"
 
