@@ -195,6 +195,7 @@ def rewrite_strided(graph: Any) -> None:
         logits = classes_strided.strided(core)
         here = site(core.x, core.dim, "loss", value(logits).dtype)
         try:
+            classes_strided.check_trained(core)
             copy, nodes = _copied(graph)
             moved = dataclasses.replace(core, x=nodes[core.x])
             if not _take_strided(copy, moved, nodes[logits]):

@@ -303,6 +303,8 @@ def rewrite(graph: Any) -> None:
             check(graph, numbers, group)
             if group[0].dim != value(group[0].x).dim() - 1:
                 _check_values(graph, group, of_tangent)
+                if tangents:
+                    classes_strided.check_trained(group[0])
                 _emit_strided(graph, numbers, group)
                 why = "one read of the logits"
                 report.record(

@@ -20,7 +20,7 @@ KINDS = ["window and sinks", "documents", "bias", "padding", "slot bias", "alibi
 
 
 def played():
-    return sum(t.played for t in gc.get_objects() if isinstance(t, Taped))
+    return sum(t.played for t in gc.get_objects() if issubclass(type(t), Taped))
 
 
 def check(call, at_least):

@@ -15,6 +15,7 @@ BF16 = torch.bfloat16
 def all_on(monkeypatch):
     monkeypatch.setattr(classes_strided, "PLACES", 1)
     monkeypatch.setattr(classes_strided, "ROWS", 1)
+    monkeypatch.setattr(classes_strided, "TRAINED", 10**6)
     with inductor_ext.enable("fused_loss"):
         yield
 
@@ -130,7 +131,7 @@ def test_what_is_left_is_stocks_code():
 @pytest.mark.parametrize(
     ("shape", "setting"),
     [((4, 15, 64, 64), {}), ((2, 19, 8, 8), {"LEAST_STRIDED_BYTES": 2**25}),
-     ((400, 19, 4), {"PLACES": 32})],
+     ((400, 19, 4), {"PLACES": 32}), ((4, 33, 8, 8), {"TRAINED": 32})],
 )  # fmt: skip
 def test_small_logits_are_left(shape, setting, monkeypatch):
     for name, value in setting.items():
