@@ -173,21 +173,15 @@ def _numbers(loss: Loss) -> list[float]:
     return [loss.scale, loss.softcap or 1.0, 1.0 - loss.smoothing, loss.smoothing, loss.z_loss]
 
 
-def count_programs(rows: Any) -> int:
-    """How many partial sums ``count`` leaves of this many rows with class indices."""
-    if not isinstance(rows, int):
-        return _COUNT_PROGRAMS
-    return max(1, min(_COUNT_PROGRAMS, triton.cdiv(rows, _COUNT_BLOCK)))
-
-
 def count(loss: Loss, target: Any, weight: Any, rows: Any, columns: Any, like: Any) -> torch.Tensor:
-    """[2, programs] partial sums over the rows that count: of their class weights, of ones.
+    """[2, programs] partial sums over the rows that count: of their class weights, of ones. As many
+    for every number of rows, which a compiled program may not know.
 
     Asserts on the device that every target is a column or ``ignore_index``.
     """
     if loss.kind != INDEX:
         return torch.full((2, 1), rows, dtype=torch.float32, device=like.device)
-    programs = count_programs(rows)
+    programs = _COUNT_PROGRAMS
     counts = torch.empty((2, programs), dtype=torch.float32, device=like.device)
     wrap_triton(cross_entropy.count_kernel)[(programs,)](
         target, target if weight is None else weight, counts, rows, columns, loss.ignore_index,

@@ -94,3 +94,16 @@ def test_targets_are_asserted_on_the_device():
 def test_offsets_are_64_bits_wide():
     kernel = fused(VARIANTS["plain"], meta(40000, 128256), index(40000))
     assert "mul.wide.s32" in kernel.ptx or "mul.lo.s64" in kernel.ptx
+
+
+def test_as_many_partial_sums_for_every_number_of_rows():
+    """A program compiled for any number of rows has one shape for what is kept for the backward."""
+    shapes = set()
+
+    def count(rows):
+        counts = launch.count(Loss(INDEX), index(rows), None, rows, 7, meta(1))
+        shapes.add(tuple(counts.shape))
+
+    for rows in (1, 1025, 70000):
+        launch_binaries(lambda rows=rows: count(rows), launch)
+    assert len(shapes) == 1
