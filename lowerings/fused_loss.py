@@ -125,8 +125,9 @@ def _rewrite(
             if gradient is None:
                 continue
             try:
-                _check_gradient(gradient, numbers)
-                emit(gradient, numbers)
+                with editing.all_or_nothing(graph):
+                    _check_gradient(gradient, numbers)
+                    emit(gradient, numbers)
             except Exception:
                 gradient.forms.editor.undo()
                 raise
