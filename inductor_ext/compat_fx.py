@@ -4,6 +4,7 @@ and AOTAutograd will make of a node."""
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -88,6 +89,51 @@ def has_memory_budget() -> bool:
 def is_erased(node: Any) -> bool:
     """Whether an fx node was taken out of its graph."""
     return bool(node._erased)
+
+
+class Snapshot:
+    """An fx graph as it is now: ``restore`` makes it that again, with the same nodes under the same
+    names in the same order, also of their users, which decides what later passes do."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._nodes = [
+            (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta), list(n.users))
+            for n in graph.nodes
+        ]
+        self._names = {k: copy.copy(v) for k, v in vars(graph._graph_namespace).items()}
+        module = graph.owning_module
+        self._children = None if module is None else dict(module._modules)
+
+    def restore(self) -> None:
+        graph, kept = self._graph, {n for n, *_ in self._nodes}
+        new = [n for n in graph.nodes if n not in kept]
+        for node, op, target, args, kwargs, name, meta, _ in self._nodes:
+            if node._erased:
+                # It still points at its former neighbours, and would be taken out between them.
+                node._prev = node._next = node
+                node._erased = False
+            node.op, node.target, node.args, node.kwargs = op, target, args, kwargs
+            if node.name != name:
+                node.name = name
+            node.meta.clear()
+            node.meta.update(meta)
+        for node in new:
+            node.args, node.kwargs = (), {}
+        for node in new:
+            graph.erase_node(node)
+        table = graph._find_nodes_lookup_table = type(graph._find_nodes_lookup_table)()
+        for node, *_, users in self._nodes:
+            graph._root.prepend(node)  # the last one
+            table.insert(node)
+            node.users.clear()
+            node.users.update(dict.fromkeys(users))
+        graph._len = len(self._nodes)
+        vars(graph._graph_namespace).update(self._names)
+        if self._children is not None:
+            graph.owning_module._modules.clear()
+            graph.owning_module._modules.update(self._children)
+            graph.owning_module.recompile()
 
 
 def tensor_meta(tensor: torch.Tensor) -> Any:

@@ -15,7 +15,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import choosing, compat, compat_dispatch, compat_ir, known, matching, registry, report
+from . import (
+    choosing,
+    compat,
+    compat_dispatch,
+    compat_ir,
+    editing,
+    known,
+    matching,
+    registry,
+    report,
+)
 from .boxes import MAX_RANGES, Axis, Box, Known, Sensitivity, along, axes_of, boxes_of
 
 __all__ = ["MAX_RANGES", "Axis", "Box", "Known", "Sensitivity", "along", "axes_of", "boxes_of"]
@@ -40,7 +50,9 @@ class Pass:
                 try:
                     site = _site(name, node, rule(node), taken, count)
                     if site is not None:
-                        taken.update(site.put_into(graph))
+                        with editing.all_or_nothing(graph):
+                            new = site.put_into(graph)
+                        taken.update(new)
                         count += 1
                         break
                 except Exception as error:

@@ -1,9 +1,11 @@
-"""Editing an fx graph before it is lowered: equal nodes, new nodes with values, dead nodes."""
+"""Editing an fx graph before it is lowered: wholly or not at all; equal nodes, new nodes with
+values, dead nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,17 @@ from . import compat, compat_fx, config
 
 # What a new node inherits from the node it stands for: where it came from, for names and traces.
 _ORIGIN = ("original_aten", "stack_trace", "seq_nr", "from_node", "source_fn_stack")
+
+
+@contextlib.contextmanager
+def all_or_nothing(graph: Any) -> Iterator[None]:
+    """Edit a graph, or leave it as it was: an error on the way undoes what was edited."""
+    before = compat_fx.Snapshot(graph)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
 
 
 def value(node: Any) -> Any:

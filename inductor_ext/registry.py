@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import agreement, compat, compat_pre_grad, config, report
+from . import agreement, compat, compat_pre_grad, config, editing, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,19 +123,36 @@ def sensitive(op: Any) -> list[tuple[str, Callable[[Any], Any]]]:
 
 
 class _GuardedPass:
-    """A graph pass in Inductor's list: skipped while its lowering is off; where one fails, its
-    edits so far stay and the rest is stock's."""
+    """A graph pass in Inductor's list: skipped while its lowering is off; where one fails, the
+    graph is what it was in front of it."""
 
     def __init__(self, name: str, lowering: Lowering, apply: Callable[[Any], None]) -> None:
         self.name, self.lowering, self.edit = name, lowering, apply
 
     def apply(self, graph: Any) -> int:
         if is_enabled(self.lowering.name):
+            decisions: list[report.Decision] = []
             try:
-                self.edit(graph)
+                with editing.all_or_nothing(graph), report.held() as decisions:
+                    self.edit(graph)
             except Exception as error:
+                undone = f"undone: the lowering failed later in this graph: {_cause(error)}"
+                for d in decisions:
+                    report.record(d if not d.fired else _left(d, undone))
                 failed(self.lowering.name, self.name, error)
+            else:
+                for d in decisions:
+                    report.record(d)
         return 0
+
+
+def _left(decision: report.Decision, reason: str) -> report.Decision:
+    """A decision that was taken back."""
+    return report.Decision(decision.lowering, False, "stock", reason, decision.sites)
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def failed(lowering: str, site: str, error: Exception) -> None:
@@ -143,7 +160,7 @@ def failed(lowering: str, site: str, error: Exception) -> None:
     where ranks disagree: stock code on one of them would be another program."""
     if isinstance(error, agreement.Disagreement):
         raise error
-    reason = f"{type(error).__name__}: {error}"
+    reason = _cause(error)
     if config.strict:
         raise RuntimeError(
             f"inductor_ext: {lowering} failed at {site} ({reason}); "

@@ -153,8 +153,9 @@ def _take(
     if gradient is None:
         return False
     try:
-        _check_gradient(gradient, numbers)
-        emit(gradient, numbers)
+        with editing.all_or_nothing(graph):
+            _check_gradient(gradient, numbers)
+            emit(gradient, numbers)
     except Exception:
         gradient.forms.editor.undo()
         raise

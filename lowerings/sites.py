@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from inductor_ext.lowerings.mhc_entries import aten
 
-from inductor_ext import compat, compat_fx, compat_pre_grad, registry, report
+from inductor_ext import compat, compat_fx, compat_pre_grad, editing, registry, report
 from inductor_ext.shadow import Shadow, value_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -68,6 +69,16 @@ class Program:
     def replace(self, old: Any, new: Any) -> None:
         old.replace_all_uses_with(new)
         self._replaced[old] = new
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Where an error ends it, what was replaced since then is not."""
+        before = dict(self._replaced)
+        try:
+            yield
+        except BaseException:
+            self._replaced = before
+            raise
 
     def before(self, place: Any) -> None:
         self._place = place
@@ -248,9 +259,10 @@ def apply(shadow: Shadow, graph: Any, found: list[Replacement]) -> list[Replacem
             program = Program(graph)
             for replacement in ready:
                 try:
-                    _edit(shadow, program, replacement)
+                    with editing.all_or_nothing(graph), program.kept():
+                        _edit(shadow, program, replacement)
                     done.append(replacement)
-                except Exception as error:  # what it had put in has no users
+                except Exception as error:
                     registry.failed(replacement.lowering, replacement.site, error)
     finally:
         graph.lint()

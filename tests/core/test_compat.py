@@ -870,3 +870,50 @@ def test_how_a_program_calls_an_operation():
     assert line(["dropout=0.5"]) == f"{call}, dropout=0.5)"
     assert line([]) == f"{call})"
     assert isinstance(line([], fx_wrapper=True), ExternKernelAllocLine)
+
+
+def test_a_graph_is_put_back_as_it_was():
+    inner = torch.nn.Module()
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    a = graph.call_function(torch.add, (x, y))
+    b = graph.call_function(torch.sin, (a,))
+    c = graph.call_function(torch.cos, (a,))
+    d = graph.call_function(torch.mul, (c, b))
+    graph.output((d, a))
+    module = torch.fx.GraphModule({"inner": inner}, graph)
+    module.add_module("inner", inner)
+    graph = module.graph
+    x, y, a, b, c, d, out = graph.nodes
+    c.meta["val"] = 1
+
+    def state():
+        named = [
+            (n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta), list(n.users))
+            for n in graph.nodes
+        ]
+        found = graph.find_nodes(op="call_function", target=torch.cos)
+        return named, found, list(reversed(graph.nodes)), module.code, dict(module.named_modules())
+
+    before, snapshot = state(), compat_fx.Snapshot(graph)
+    with graph.inserting_before(b):
+        new = graph.call_function(torch.tanh, (a,))
+        newer = graph.call_function(torch.exp, (new,))
+    c.replace_all_uses_with(newer)
+    graph.erase_node(c)
+    out.prepend(b)
+    d.target, d.meta["val"], new.name = torch.sub, 2, "sin_9"
+    d.args = (newer, newer)
+    graph.erase_node(b)
+    module.delete_submodule("inner")
+    module.recompile()
+    assert state() != before
+    snapshot.restore()
+    assert state() == before
+    graph.lint()
+    module.recompile()
+    given = torch.rand(3), torch.rand(3)
+    total = given[0] + given[1]
+    torch.testing.assert_close(module(*given)[0], total.cos() * total.sin())
+    with graph.inserting_before(out):
+        assert graph.call_function(torch.tanh, (a,)).name == "tanh"  # the name is free again
