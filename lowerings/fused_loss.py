@@ -14,7 +14,6 @@ of ``logsumexp`` alone is in eager NaN at the infinities only.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -174,17 +173,12 @@ def _take_strided(graph: Any, core: Core, logits: Any) -> bool:
     return False
 
 
-def _copied(graph: Any) -> tuple[Any, dict[Any, Any]]:
-    """A copy of a graph, and its node for each."""
-    copy = torch.fx.Graph()
-    nodes: dict[Any, Any] = {}
-    copy.output(copy.graph_copy(graph, nodes))
-    return copy, nodes
+class _NoLoss(Exception):
+    """A softmax whose loss is none that is taken, which is no fault."""
 
 
 def rewrite_strided(graph: Any) -> None:
-    """The pass that takes logits in memory whose classes are strided: tried on a copy, as a graph
-    in which nothing else changes is best as it was."""
+    """The pass that takes logits in memory whose classes are strided, or leaves all as it was."""
     tangents = [node for node in graph.find_nodes(op="placeholder") if compat_fx.is_tangent(node)]
     if not tangents or not graph.find_nodes(op="call_function", target=aten.exp.default):
         return
@@ -197,11 +191,11 @@ def rewrite_strided(graph: Any) -> None:
         here = site(core.x, core.dim, "loss", value(logits).dtype)
         try:
             classes_strided.check_trained(core)
-            copy, nodes = _copied(graph)
-            moved = dataclasses.replace(core, x=nodes[core.x])
-            if not _take_strided(copy, moved, nodes[logits]):
-                continue
-            _take_strided(graph, core, logits)
+            with editing.all_or_nothing(graph):
+                if not _take_strided(graph, core, logits):
+                    raise _NoLoss
+        except _NoLoss:
+            continue
         except NoForm as reason:
             choosing.leave(NAME, here, str(reason))
         except Exception as error:

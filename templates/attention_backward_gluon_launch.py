@@ -153,21 +153,18 @@ def define(part: str, program: Program, copied: tuple[int, ...] = ()) -> ModuleT
 kernels = functools.cache(define)
 
 
-def _common(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
-    program: Program, tile: Tile, blocks: tuple[int, int],
+def common(
+    q: Tensor, k: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int], program: Program,
+    tile: Tile, blocks: tuple[int, int],
 ) -> dict[str, Any]:  # fmt: skip
-    """Arguments of both kernels; ``blocks``: query rows and keys."""
+    """Arguments that every kernel has; ``blocks``: query rows and keys."""
     row_block, key_block = blocks
     consumer, producer = tile.registers
     return {
         "q_desc": described(q, [1, 1, row_block, q.shape[3]]),
         "k_desc": described(k, [1, 1, key_block, k.shape[3]]),
-        "v_desc": described(v, [1, 1, key_block, v.shape[3]]),
-        "do_desc": described(do, [1, 1, row_block, do.shape[3]]),
         "group": q.shape[1] // k.shape[1],
         "scale": 1.0 if scored(program) else (program.scale or 0.0) * LOG2E,
-        "slope": program.factor,
         "rows": q.shape[2],
         "columns": k.shape[2],
         "numbers": tuple(numbers),
@@ -177,6 +174,19 @@ def _common(
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "num_warps": tile.held // 16,
+    }
+
+
+def _common(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
+    program: Program, tile: Tile, blocks: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments that both gradient kernels have."""
+    row_block, key_block = blocks
+    return common(q, k, inputs, numbers, program, tile, blocks) | {
+        "v_desc": described(v, [1, 1, key_block, v.shape[3]]),
+        "do_desc": described(do, [1, 1, row_block, do.shape[3]]),
+        "slope": program.factor,
     }
 
 

@@ -16,23 +16,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .attention_gluon_parts import (
     SCORED,
+    along,
     along_rows,
+    barriers_of,
     block_of,
     blocks_of,
     keep,
+    key_tile_of,
     load,
     masked_block,
     place_in_ring,
     score,
-    tell,
-    tile_of,
-    told,
+    scores_of,
+    tell_following,
+    told_following,
     whole_block,
 )
 
@@ -56,15 +58,10 @@ def produce(sources, shared, DYNAMIC: gl.constexpr):
     turn = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        if DYNAMIC:
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
-            mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-            tell(tile_buffers.index(turn & 1), following)
-            mbarrier.arrive(tile_ready.index(turn & 1), count=1)
-        else:
-            following = tile + gl.num_programs(0)
-        last, head = tile_of(tile, heads, sections, key_tiles)
-        key_tile = key_tiles - 1 - last  # a causal mask's longest tiles are the first ones
+        following = tell_following(
+            tile, turn, counter, tile_buffers, tile_ready, tile_empty, DYNAMIC
+        )
+        key_tile, head = key_tile_of(tile, heads, sections, key_tiles)
         b = head // kv_heads
         kv = head % kv_heads
         masked, whole, found = blocks_of(
@@ -88,19 +85,6 @@ def produce(sources, shared, DYNAMIC: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(k_buffer, q_buffers, ready, count, S_LAYOUT: gl.constexpr):
-    """Start the scores of the ``count``-th block, [KEYS, ROWS]."""
-    STAGES: gl.constexpr = q_buffers.shape[0]
-    ROWS: gl.constexpr = q_buffers.shape[3]
-    KEYS: gl.constexpr = k_buffer.shape[0]
-    ring = count % STAGES
-    mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
-    q = q_buffers.index(ring).reshape((ROWS, q_buffers.shape[4])).permute((1, 0))
-    s = gl.zeros((KEYS, ROWS), gl.float32, layout=S_LAYOUT)
-    return warpgroup_mma(k_buffer, q, s, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def step(
     k_buffer, shared, state, count, end, scale, place, fixed, q0, MASKED: gl.constexpr,
     S_LAYOUT: gl.constexpr,
@@ -117,9 +101,9 @@ def step(
     ring = count % STAGES
     # Behind the last block its own scores once more, which nobody reads.
     following = scores_of(k_buffer, q_buffers, ready, gl.minimum(count + 1, end), S_LAYOUT)
-    lse = lse_buffers.index(ring).reshape((ROWS,)).load(gl.SliceLayout(0, S_LAYOUT))
+    lse = along(lse_buffers, ring, S_LAYOUT)
     # Finite, so that a row that keeps nothing, whose scores are -inf, adds nothing.
-    shift = gl.expand_dims(gl.where(lse < -2e38, -3e38, lse * LOG2E), 0)
+    shift = gl.where(lse < -2e38, -3e38, lse * LOG2E)
     q = gl.expand_dims(q0 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
     if SCORED:
         s = score(s, q, k, b, h, rows, columns, numbers, fixed, ())
@@ -154,8 +138,7 @@ def consume(results, shared, DYNAMIC: gl.constexpr, WHICH: gl.constexpr):
     turn = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        last, head = tile_of(tile, heads, sections, key_tiles)
-        key_tile = key_tiles - 1 - last
+        key_tile, head = key_tile_of(tile, heads, sections, key_tiles)
         b = head // kv_heads
         kv = head % kv_heads
         masked, whole, found = blocks_of(
@@ -188,12 +171,7 @@ def consume(results, shared, DYNAMIC: gl.constexpr, WHICH: gl.constexpr):
                 )  # fmt: skip
                 count += 1
         mbarrier.arrive(held_empty.index(WHICH), count=1)
-        if DYNAMIC:
-            mbarrier.wait(tile_ready.index(turn & 1), (turn >> 1) & 1)
-            tile = told(tile_buffers.index(turn & 1), KEYS // 16)
-            mbarrier.arrive(tile_empty.index(turn & 1), count=1)
-        else:
-            tile += gl.num_programs(0)
+        tile = told_following(tile, turn, tile_buffers, tile_ready, tile_empty, KEYS // 16, DYNAMIC)
         turn += 1
         at = gl.cast(head, gl.int64) * columns + k
         gl.store(sums + at, gl.sum(weights, 1), mask=k < columns)
@@ -226,26 +204,12 @@ def attention_columns_gluon(
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, ROWS], lse_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
-    held_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    held_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(held_ready.index(c), count=1)
-        mbarrier.init(held_empty.index(c), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(2):
-        mbarrier.init(tile_ready.index(i), count=1)
-        mbarrier.init(tile_empty.index(i), count=CONSUMERS)
+    barriers = barriers_of(STAGES, CONSUMERS)
     fence_async_shared()
 
     shared = (
         (k_buffers, q_buffers, lse_buffers, tile_buffers),
-        (held_ready, held_empty, ready, empty, tile_ready, tile_empty),
+        barriers,
         (tiles, heads, sections, key_tiles, kv_heads, group, rows, columns),
         numbers,
         inputs,

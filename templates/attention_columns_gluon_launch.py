@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .attention_backward_gluon_launch import Tile, kernels, multiprocessors_of, schedule
-from .attention_gluon_launch import applies, described, input_values, mapped, scored
-from .attention_program import LOG2E, Program
+from .attention_backward_gluon_launch import Tile, common, kernels, multiprocessors_of, schedule
+from .attention_gluon_launch import applies, described, mapped
+from .attention_program import Program
 from .tilings import tunable
 
 
@@ -43,24 +43,10 @@ def launch(
     streamed = q.numel() // heads * q.element_size()
     each = triton.cdiv(k.shape[2], tile.held * tile.consumers)
     grid, who = schedule("key", each, heads, streamed, tile, multiprocessors, lse)
-    consumer, producer = tile.registers
-    arguments = {
-        "q_desc": described(q, [1, 1, tile.streamed, q.shape[3]]),
-        "k_desc": described(k, [1, 1, tile.held, k.shape[3]]),
+    arguments = common(q, k, inputs, numbers, program, tile, (tile.streamed, tile.held)) | {
         "lse_desc": described(lse.unsqueeze(2), [1, 1, 1, tile.streamed]),
         "sums": sums,
         "kv_heads": k.shape[1],
-        "group": q.shape[1] // k.shape[1],
-        "scale": 1.0 if scored(program) else (program.scale or 0.0) * LOG2E,
-        "rows": q.shape[2],
-        "columns": k.shape[2],
-        "numbers": tuple(numbers),
-        "inputs": input_values(program, inputs),
-        "STAGES": tile.stages,
-        "CONSUMERS": tile.consumers,
-        "CONSUMER_REGISTERS": consumer,
-        "PRODUCER_REGISTERS": producer,
-        "num_warps": tile.held // 16,
     }
     return kernels("columns", program).attention_columns_gluon, grid, arguments | who
 

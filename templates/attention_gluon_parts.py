@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 if hasattr(tma, "async_load"):  # triton 3.9
     load, store = tma.async_load, tma.async_store
@@ -82,6 +82,14 @@ def tile_of(tile, heads, sections, row_tiles):
     first += tile // (size * row_tiles) * size
     tile = tile % (size * row_tiles)
     return row_tiles - 1 - tile // size, first + tile % size
+
+
+@gluon.jit
+def key_tile_of(tile, heads, sections, key_tiles):
+    """(number of the key tile, head) of a tile: as ``tile_of``, but a causal mask's longest tiles
+    are the first ones."""
+    key_tile, head = tile_of(tile, heads, sections, key_tiles)
+    return key_tiles - 1 - key_tile, head
 
 
 @gluon.jit
@@ -173,6 +181,56 @@ def told(buffer, WARPS: gl.constexpr):
     """The number that ``tell`` wrote."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.sum(buffer.load(layout), 0)
+
+
+@gluon.jit
+def tell_following(
+    tile, turn, counter, tile_buffers, tile_ready, tile_empty, DYNAMIC: gl.constexpr
+):
+    """The tile behind ``tile`` for the producer, which tells the consumers."""
+    if DYNAMIC:
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        tell(tile_buffers.index(turn & 1), following)
+        mbarrier.arrive(tile_ready.index(turn & 1), count=1)
+    else:
+        following = tile + gl.num_programs(0)
+    return following
+
+
+@gluon.jit
+def told_following(
+    tile, turn, tile_buffers, tile_ready, tile_empty, WARPS: gl.constexpr, DYNAMIC: gl.constexpr
+):
+    """The tile behind ``tile`` for a consumer of so many warps."""
+    if DYNAMIC:
+        mbarrier.wait(tile_ready.index(turn & 1), (turn >> 1) & 1)
+        tile = told(tile_buffers.index(turn & 1), WARPS)
+        mbarrier.arrive(tile_empty.index(turn & 1), count=1)
+    else:
+        tile += gl.num_programs(0)
+    return tile
+
+
+@gluon.jit
+def scores_of(held, ring_buffers, ready, count, S_LAYOUT: gl.constexpr):
+    """Start the scores of the ``count``-th block of a ring beside the rows held, [HELD, BLOCK]."""
+    STAGES: gl.constexpr = ring_buffers.shape[0]
+    BLOCK: gl.constexpr = ring_buffers.shape[3]
+    HELD: gl.constexpr = held.shape[0]
+    ring = count % STAGES
+    mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
+    other = ring_buffers.index(ring).reshape((BLOCK, ring_buffers.shape[4])).permute((1, 0))
+    s = gl.zeros((HELD, BLOCK), gl.float32, layout=S_LAYOUT)
+    return warpgroup_mma(held, other, s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def along(buffers, ring, LAYOUT: gl.constexpr):
+    """The numbers of a block's rows, [1, ROWS]."""
+    ROWS: gl.constexpr = buffers.shape[4]
+    numbers = buffers.index(ring).reshape((ROWS,)).load(gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims(numbers, 0)
 
 
 @gluon.jit

@@ -30,29 +30,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .attention_gluon_parts import (
     SCORED,
+    along,
     along_rows,
     barriers_of,
     block_of,
     blocks_of,
     keep,
+    key_tile_of,
     load,
     masked_block,
     place_in_ring,
     score,
+    scores_of,
     store,
-    tell,
-    tile_of,
-    told,
+    tell_following,
+    told_following,
     whole_block,
 )
-
-
-@gluon.jit
-def key_tile_of(tile, heads, sections, key_tiles):
-    """(number of the key tile, head) of a tile: as ``tile_of``, but a causal mask's longest tiles
-    are the first ones."""
-    key_tile, head = tile_of(tile, heads, sections, key_tiles)
-    return key_tiles - 1 - key_tile, head
 
 
 @gluon.jit
@@ -77,13 +71,9 @@ def produce(sources, shared, DYNAMIC: gl.constexpr):
     turn = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        if DYNAMIC:
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
-            mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-            tell(tile_buffers.index(turn & 1), following)
-            mbarrier.arrive(tile_ready.index(turn & 1), count=1)
-        else:
-            following = tile + gl.num_programs(0)
+        following = tell_following(
+            tile, turn, counter, tile_buffers, tile_ready, tile_empty, DYNAMIC
+        )
         key_tile, head = key_tile_of(tile, heads, sections, key_tiles)
         b = head // kv_heads
         kv = head % kv_heads
@@ -108,27 +98,6 @@ def produce(sources, shared, DYNAMIC: gl.constexpr):
                 load(delta_desc, [b, h, 0, q0], ready.index(place), delta_buffers.index(place))
                 count += 1
         tile = following
-
-
-@gluon.jit
-def scores_of(k_buffer, q_buffers, ready, count, S_LAYOUT: gl.constexpr):
-    """Start the scores of the ``count``-th block, [KEYS, ROWS]."""
-    STAGES: gl.constexpr = q_buffers.shape[0]
-    ROWS: gl.constexpr = q_buffers.shape[3]
-    KEYS: gl.constexpr = k_buffer.shape[0]
-    ring = count % STAGES
-    mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
-    q = q_buffers.index(ring).reshape((ROWS, q_buffers.shape[4])).permute((1, 0))
-    s = gl.zeros((KEYS, ROWS), gl.float32, layout=S_LAYOUT)
-    return warpgroup_mma(k_buffer, q, s, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def along(buffers, ring, LAYOUT: gl.constexpr):
-    """The numbers of a block's rows, [1, ROWS]."""
-    ROWS: gl.constexpr = buffers.shape[4]
-    numbers = buffers.index(ring).reshape((ROWS,)).load(gl.SliceLayout(0, LAYOUT))
-    return gl.expand_dims(numbers, 0)
 
 
 @gluon.jit
@@ -238,12 +207,7 @@ def consume(results, shared, DYNAMIC: gl.constexpr, WHICH: gl.constexpr):
                     (b, h, k), fixed, whole_block(i, found) * ROWS, False, S_LAYOUT,
                 )  # fmt: skip
                 count += 1
-        if DYNAMIC:
-            mbarrier.wait(tile_ready.index(turn & 1), (turn >> 1) & 1)
-            tile = told(tile_buffers.index(turn & 1), KEYS // 16)
-            mbarrier.arrive(tile_empty.index(turn & 1), count=1)
-        else:
-            tile += gl.num_programs(0)
+        tile = told_following(tile, turn, tile_buffers, tile_ready, tile_empty, KEYS // 16, DYNAMIC)
         turn += 1
         k_buffer.store((dk * slope).to(dtype))
         v_buffer.store(dv.to(dtype))

@@ -41,12 +41,13 @@ from .attention_gluon_parts import (
     masked_block,
     place_in_ring,
     score,
+    scores_of,
     staged_buffers,
     staged_values,
     store,
-    tell,
+    tell_following,
     tile_of,
-    told,
+    told_following,
     whole_block,
 )
 
@@ -80,13 +81,9 @@ def produce(sources, shared, DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr):
     turn = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        if DYNAMIC:
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
-            mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-            tell(tile_buffers.index(turn & 1), following)
-            mbarrier.arrive(tile_ready.index(turn & 1), count=1)
-        else:
-            following = tile + gl.num_programs(0)
+        following = tell_following(
+            tile, turn, counter, tile_buffers, tile_ready, tile_empty, DYNAMIC
+        )
         row_tile, head = tile_of(tile, heads, sections, row_tiles)
         b, h = batch_and_head(head, part)
         masked, whole, found = blocks_of(
@@ -111,19 +108,6 @@ def produce(sources, shared, DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr):
             )  # fmt: skip
             count += 1
         tile = following
-
-
-@gluon.jit
-def scores_of(q_buffer, k_buffers, ready, count, S_LAYOUT: gl.constexpr):
-    """Start the scores of the ``count``-th block, [ROWS, N]."""
-    STAGES: gl.constexpr = k_buffers.shape[0]
-    ROWS: gl.constexpr = q_buffer.shape[0]
-    N: gl.constexpr = k_buffers.shape[3]
-    ring = count % STAGES
-    mbarrier.wait(ready.index(ring), (count // STAGES) & 1)
-    k = k_buffers.index(ring).reshape((N, k_buffers.shape[4])).permute((1, 0))
-    s = gl.zeros((ROWS, N), gl.float32, layout=S_LAYOUT)
-    return warpgroup_mma(q_buffer, k, s, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -241,12 +225,7 @@ def consume(
                 whole_block(i, found) * N, False, WHICH, PAIRS, S_LAYOUT,
             )  # fmt: skip
             count += 1
-        if DYNAMIC:
-            mbarrier.wait(tile_ready.index(turn & 1), (turn >> 1) & 1)
-            tile = told(tile_buffers.index(turn & 1), ROWS // 16)
-            mbarrier.arrive(tile_empty.index(turn & 1), count=1)
-        else:
-            tile += gl.num_programs(0)
+        tile = told_following(tile, turn, tile_buffers, tile_ready, tile_empty, ROWS // 16, DYNAMIC)
         turn += 1
         q_buffer.store((dq * slope).to(dtype))
         fence_async_shared()
