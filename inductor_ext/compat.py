@@ -4,7 +4,7 @@ Only the ``compat_*`` modules touch any: ``compat_ir`` builds, ``compat_dispatch
 ``compat_launch`` launches kernels, ``compat_trace`` writes to the trace, ``compat_virtual`` and
 ``compat_patches`` are the test kit's half.
 
-Supported: torch 2.11 to 2.15. Each access is covered by ``tests/core/test_compat.py``, which fails
+Supported: torch 2.11 to 2.15. Each access is covered by ``tests/core/test_compat*.py``, which fail
 with the name that moved. Nothing here decides anything; it translates.
 """
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # what is beside the tests is found
+
 # Reads one JSON line per script, forks, and answers with one JSON line. Neither inductor_ext nor a
 # compile has run in the parent, so a fork is what a new process is, torch's import aside.
 _PARENT = """
