@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from . import compat
+from . import compat_runtime
 
 GATHER_S = 300.0  # ranks may reach a call minutes apart: one of them prepares the weights
 MEASURE_S = 1800.0
@@ -31,7 +31,7 @@ _grace = threading.local()
 
 def ranks() -> int:
     """How many ranks agree here: 1 without torch.distributed."""
-    store, _, world = compat.distributed_store()
+    store, _, world = compat_runtime.distributed_store()
     return 1 if store is None else world
 
 
@@ -40,7 +40,7 @@ def gather(topic: str, value: str) -> list[str]:
 
     Raises Disagreement when a rank does not call within 300 s.
     """
-    store, rank, world = compat.distributed_store()
+    store, rank, world = compat_runtime.distributed_store()
     if store is None:
         return [value]
     number = next(_calls.setdefault(topic, itertools.count()))
@@ -61,7 +61,7 @@ def compare_state(topic: str, value: str, *, wait: bool) -> None:
 
     A rank need never come here: with ``wait`` the others get 30 s, once, without it none.
     """
-    store, rank, world = compat.distributed_store()
+    store, rank, world = compat_runtime.distributed_store()
     if store is None or _agreed.get(topic) == value:
         return
     keys = [f"inductor_ext/{topic}/{r}" for r in range(world)]
@@ -83,7 +83,7 @@ def decide(topic: str, compute: Callable[[], str]) -> str:
     Other ranks wait 30 s for rank 0 to begin (once: then it evidently compiles another graph); the
     first of them computes then. Where that fails every rank raises; Disagreement after 30 minutes.
     """
-    store, rank, _ = compat.distributed_store()
+    store, rank, _ = compat_runtime.distributed_store()
     if store is None:
         return compute()
     claim, result = f"inductor_ext/{topic}/claim", f"inductor_ext/{topic}/result"

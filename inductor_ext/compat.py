@@ -1,8 +1,9 @@
 """Private Inductor names: registries, cache keys, the graph being lowered.
 
 Only the ``compat_*`` modules touch any: ``compat_ir`` builds, ``compat_dispatch`` branches,
-``compat_launch`` launches kernels, ``compat_trace`` writes to the trace, ``compat_virtual`` and
-``compat_patches`` are the test kit's half.
+``compat_launch`` launches kernels, ``compat_runtime`` asks what runs, ``compat_dynamo`` which sizes
+are dynamic, ``compat_trace`` writes to the trace, ``compat_virtual`` and ``compat_patches`` are the
+test kit's half.
 
 Supported: torch 2.11 to 2.15. Each access is covered by ``tests/core/test_compat*.py``, which fail
 with the name that moved. Nothing here decides anything; it translates.
@@ -466,74 +467,11 @@ def symbols_of(size: Any) -> frozenset[Any]:
     return frozenset(getattr(size, "free_symbols", ()))
 
 
-def size_symbols() -> dict[tuple[str, int], Any]:
-    """(argument, dimension) -> symbol, for the dynamic sizes of the function being compiled.
-
-    Sizes found equal share a symbol, one found to be a number is that number. Arguments go by their
-    names in the function; ``args[0]`` is the first of ``*args``.
-    """
-    found = {}
-    for symbol, sources in shape_env().var_to_sources.items():
-        for source in sources:
-            match = re.fullmatch(r"L\['(\w+)'\](\[\d+\])?\.size\(\)\[(\d+)\]", source.name)
-            if match:
-                found[match[1] + (match[2] or ""), int(match[3])] = shape_env().replace(symbol)
-    return found
-
-
-def marked_dynamic(tensor: torch.Tensor) -> list[int]:
-    """The dimensions marked with ``mark_dynamic``."""
-    return sorted(getattr(tensor, "_dynamo_dynamic_indices", ()))
-
-
-def is_constraint_violation(error: BaseException) -> bool:
-    """Whether a compile failed because a dimension marked dynamic is specialised."""
-    return "mark_dynamic" in str(error) or "Constraints violated" in str(error)
-
-
 def card_name() -> str | None:
     """Name of the current card (virtual in the test kit); None without one."""
     if not torch.cuda.is_available():
         return None
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).name)
-
-
-def version(package: str) -> str:
-    """The whole version of an imported package."""
-    return str(importlib.import_module(package).__version__)
-
-
-def minor_version(package: str) -> str:
-    """Major and minor version of an imported package: "2.13"."""
-    return ".".join(version(package).split(".")[:2])
-
-
-def distributed_store() -> tuple[Any, int, int]:
-    """(key-value store, rank, world size) of the job; the store is None in a world of one."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None, 0, 1
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    if world == 1:
-        return None, 0, 1
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store(), rank, world
-
-
-def process_group(name: str) -> Any:
-    """The process group of this ``group_name``, which is what an operation can be told of it."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
-
-
-def all_gather(out: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
-    """Every rank's tensor after the other's along dimension 0 of ``out``."""
-    distributed = torch.distributed
-    # Named so from 2.13 on, which calls the older name deprecated.
-    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(out, mine, group=group)
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:
@@ -546,34 +484,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def backward_frees_graph() -> bool:
-    """Whether a backward runs, for real and not being traced, that frees its graph behind it."""
-    tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    if tracing or under_functorch():
-        return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
+def version(package: str) -> str:
+    """The whole version of an imported package."""
+    return str(importlib.import_module(package).__version__)
 
 
-@torch.compiler.assume_constant_result
-def _derives_while_traced() -> bool:
-    """Whether Dynamo is inside a transform that differentiates; it guards on those around it."""
-    from torch._functorch.pyfunctorch import TransformType, retrieve_all_functorch_interpreters
-
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    return any(i.key() != TransformType.Vmap for i in retrieve_all_functorch_interpreters())
-
-
-def under_functorch() -> bool:
-    """Whether a transform of torch.func (grad, vmap, ...) runs, or batched gradients, or forward
-    mode, in which an operation of ours would lose its tangent without a word. In a program that
-    is traced only derivatives count: Dynamo takes vmap apart."""
-    if torch.compiler.is_dynamo_compiling():
-        return _derives_while_traced()
-    if torch.compiler.is_compiling():
-        return False
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    # Batched gradients (is_grads_batched) are of an older vmap that is no such interpreter.
-    batched = torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
-    return batched or torch._C._functorch.peek_interpreter_stack() is not None
+def minor_version(package: str) -> str:
+    """Major and minor version of an imported package: "2.13"."""
+    return ".".join(version(package).split(".")[:2])

@@ -22,7 +22,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import choosing, compat, measure, measured_ranges, ranges, report, tuning_launches
+from . import (
+    choosing,
+    compat,
+    compat_dynamo,
+    measure,
+    measured_ranges,
+    ranges,
+    report,
+    tuning_launches,
+)
 from .measured_site import MeasuredSite, Timer
 from .plan import Box, Entry, Plan
 from .tuning_arguments import Marks, called, followers, owned, resized
@@ -231,7 +240,9 @@ def _bind(label: str, args: Sequence[Any], tensors: Mapping[str, int]) -> tuple[
         if not dim.isdigit() or int(dim) >= rank:
             raise ValueError(f"expected a dimension below {rank} in {label!r}, got {dim!r}")
         return argument, int(dim)
-    marked = [(name, dim) for name, i in tensors.items() for dim in compat.marked_dynamic(args[i])]
+    marked = [
+        (name, dim) for name, i in tensors.items() for dim in compat_dynamo.marked_dynamic(args[i])
+    ]
     if len(marked) == 1:
         return marked[0]
     if marked:
@@ -267,7 +278,7 @@ def _run(tuner: _Tuner, fn: Any, args: Sequence[Any], marks: Marks, card: str | 
         try:
             tuner.program = _compile(fn, args, marks, card)
         except Exception as error:
-            if tuner.error is None and compat.is_constraint_violation(error):
+            if tuner.error is None and compat_dynamo.is_constraint_violation(error):
                 return False
             if tuner.error is None:
                 raise
@@ -404,7 +415,7 @@ class _Tuner:
 
     def _symbols(self, problem: choosing.Problem) -> list[tuple[_Dim, Any]]:
         """The dimensions that the site's sizes depend on, with their symbols in this graph."""
-        symbols = compat.size_symbols()
+        symbols = compat_dynamo.size_symbols()
         found = []
         for d in self._dims:
             symbol = symbols.get((d.argument, d.dim))

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from inductor_ext import compat, compat_attention
-from inductor_ext.compat import float32_precision, under_functorch
+from inductor_ext.compat import float32_precision
+from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops import _attention_choice as choice
 from inductor_ext.ops import _attention_composed as composed
 from inductor_ext.ops import _attention_options as options_of

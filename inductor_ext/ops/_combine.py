@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import under_functorch
+from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops import _combine_programs as programs
 from inductor_ext.ops import _combine_text as texts
 from inductor_ext.ops._opaque import opaque_op

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import under_functorch
+from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops._opaque import traced_op
 from inductor_ext.ops._scan import _backward
 from inductor_ext.ops._scan_gradients import gradient

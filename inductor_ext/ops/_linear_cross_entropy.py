@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext import compat
+from inductor_ext import compat_runtime
 from inductor_ext.ops import _dtensor, _linear_shards, _rows, _shards
 from inductor_ext.ops._cross_entropy import (
     REDUCTIONS,
@@ -163,7 +163,7 @@ def _grad_forward(ctx: Any, g: Any, g_lse: Any, *_: Any) -> Any:
     rest = (None,) * (3 + len(ctx.options))
     if g is None and g_lse is None:
         return (None, None, None, *rest)
-    if torch.is_grad_enabled() or compat.under_functorch():
+    if torch.is_grad_enabled() or compat_runtime.under_functorch():
         return (*_of_gradients(ctx, tensors, g, g_lse), *rest)
     if g is None:
         g = torch.zeros(1, device=stats.device).expand(stats.shape[1])

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from inductor_ext import compat_launch
-from inductor_ext.compat import float32_precision, in_aot_mode, under_functorch
+from inductor_ext.compat import float32_precision, in_aot_mode
+from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops import _mhc_backward as backward
 from inductor_ext.ops import _mhc_checks as checks
 from inductor_ext.ops import _mhc_composed as composed

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import under_functorch
+from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops._composed import wide
 from inductor_ext.ops._mhc_composed import shares, without_autocast
 from inductor_ext.ops._opaque import traced_op

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import under_functorch
+from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops import _scan_checks as checks
 from inductor_ext.ops import _scan_composed as composed
 from inductor_ext.ops import _scan_programs as programs

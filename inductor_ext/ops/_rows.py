@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from inductor_ext import compat
+from inductor_ext import compat_runtime
 from inductor_ext.ops import _composed as composed
 from inductor_ext.ops._opaque import traced_op
 from inductor_ext.templates import cross_entropy_launch as launch
@@ -37,7 +37,7 @@ def shapes_apply(x: Tensor, entries: Any = 0) -> bool:
     """What the kernels ask besides a card and a dtype: two columns at least, not too many entries
     in a row, and no transform of torch.func, none of which knows the operations."""
     columns = x.shape[1]
-    if compat.under_functorch():
+    if compat_runtime.under_functorch():
         return False
     if isinstance(columns, int) and columns < 2:
         return False
@@ -157,7 +157,8 @@ def _grad_forward(ctx: Any, g: Any, g_lse: Any, *_: Any) -> Any:
     none = (None,) * (3 + len(ctx.options))
     if g is None and g_lse is None:
         return (None, *none)
-    if torch.is_grad_enabled() or compat.under_functorch():  # create_graph, batched gradients
+    # create_graph, batched gradients
+    if torch.is_grad_enabled() or compat_runtime.under_functorch():
         loss = _loss(*ctx.options)
         return (_composed_gradient(loss, (x, target, q, weight), g, g_lse), *none)
     if g is None:
@@ -198,7 +199,7 @@ def scaled(dx: Tensor, g: Tensor) -> Tensor:
     Where the graph is freed behind the backward nobody sees dx again, and it is scaled in place, by
     a kernel that moves nothing if g is 1: known on the card only.
     """
-    if launch_applies(dx) and compat.backward_frees_graph():
+    if launch_applies(dx) and compat_runtime.backward_frees_graph():
         from inductor_ext.templates import scaling
 
         scaling.scale_in_place(dx, g)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import under_functorch
+from inductor_ext.compat_runtime import under_functorch
 
 OPS = ("sum", "prod", "max", "min", "logsumexp", "cummax", "cummin")
 WITH_INDEX = ("cummax", "cummin")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from inductor_ext import compat
+from inductor_ext import compat_runtime
 from inductor_ext.ops import _composed as composed
 from inductor_ext.ops import _rows
 from inductor_ext.ops._opaque import opaque_op
@@ -48,7 +48,7 @@ def shard_of(group: Any) -> Shard | None:
             "group is expected to be a torch.distributed.ProcessGroup that holds this rank, got "
             f"{group!r}"
         )
-    if compat.under_functorch():
+    if compat_runtime.under_functorch():
         raise RuntimeError(
             "no transform of torch.func, nor batched gradients, is expected around a loss over a "
             "group, got one"
@@ -61,19 +61,19 @@ def shard_of(group: Any) -> Shard | None:
 
 def gathered(mine: Tensor, group: str) -> Tensor:
     """[ranks, *shape] of a tensor of the same shape on every rank."""
-    process_group = compat.process_group(group)
+    process_group = compat_runtime.process_group(group)
     ranks = process_group.size()
     out = torch.empty((ranks * mine.shape[0], *mine.shape[1:]), dtype=mine.dtype,
                       device=mine.device)  # fmt: skip
     if mine.numel():
-        compat.all_gather(out, mine.contiguous(), process_group)
+        compat_runtime.all_gather(out, mine.contiguous(), process_group)
     return out.reshape(ranks, *mine.shape)
 
 
 def summed(mine: Tensor, group: str) -> Tensor:
     """The sum over the ranks, in place."""
     if mine.numel():
-        dist.all_reduce(mine, group=compat.process_group(group))
+        dist.all_reduce(mine, group=compat_runtime.process_group(group))
     return mine
 
 
@@ -96,7 +96,7 @@ def place_of(shard: Shard, columns: int, like: Tensor, agreed: Any) -> tuple[Any
     else:
         torch._assert_async(same.all(), said)
     sizes = every & ((1 << _SIZE_BITS) - 1)
-    return sizes[: compat.process_group(shard.group).rank()].sum(), sizes.sum()
+    return sizes[: compat_runtime.process_group(shard.group).rank()].sum(), sizes.sum()
 
 
 def local_targets(target: Tensor, ignore_index: int, start: Any, classes: Any, columns: int) -> Any:
@@ -287,7 +287,7 @@ def _(g: Tensor, g_lse: Any, x: Tensor, *_: Any) -> Tensor:
 
 def check_one_gradient() -> None:
     """Raise where a gradient of gradients is wanted, or a batch of them."""
-    if torch.is_grad_enabled() or compat.under_functorch():
+    if torch.is_grad_enabled() or compat_runtime.under_functorch():
         raise RuntimeError(
             "one gradient of a loss over a group is expected, got create_graph=True or a batch of "
             "gradients: gather the logits for those"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import under_functorch
+from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops._cross_entropy import check_dtype
 from inductor_ext.ops._opaque import traced_op
 from inductor_ext.ops._rows import beside, is_zero, kernels_apply

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import float32_precision, under_functorch
+from inductor_ext.compat import float32_precision
+from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.templates import sparse_attention_launch as kernels
 

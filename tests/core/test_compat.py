@@ -1,4 +1,4 @@
-"""The private names that ``compat.py`` uses are where it expects them; the version gate."""
+"""The private names that ``compat*.py`` use are where they expect them; the version gate."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from compat_names import VERSION, X, accepts, find, is_a
 
 from inductor_ext import (
     compat,
+    compat_dynamo,
     compat_ir,
     compat_pre_grad,
+    compat_runtime,
     registry,
 )
 
@@ -336,7 +338,8 @@ def test_where_dynamic_sizes_come_from():
     assert env.var_to_sources == {} and callable(env.replace)
     tensor = torch.empty(4, 4)
     torch._dynamo.mark_dynamic(tensor, 1)
-    assert compat.marked_dynamic(tensor) == [1] and compat.marked_dynamic(torch.empty(4)) == []
+    assert compat_dynamo.marked_dynamic(tensor) == [1]
+    assert compat_dynamo.marked_dynamic(torch.empty(4)) == []
 
 
 def test_guards_on_sizes_can_be_refused(monkeypatch):
@@ -372,7 +375,7 @@ def test_whose_random_numbers_are_wanted():
 
 def test_the_store_of_a_job():
     accepts("torch.distributed.distributed_c10d:_get_default_store")
-    assert compat.distributed_store() == (None, 0, 1)
+    assert compat_runtime.distributed_store() == (None, 0, 1)
 
 
 def test_a_process_group_by_its_name():

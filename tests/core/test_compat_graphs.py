@@ -19,6 +19,7 @@ from inductor_ext import (
     compat,
     compat_fx,
     compat_replay,
+    compat_runtime,
     compat_scans,
     compat_user_kernels,
 )
@@ -142,7 +143,7 @@ def test_whether_a_backward_frees_its_graph():
 
         @staticmethod
         def backward(ctx, g):
-            seen.append(compat.backward_frees_graph())
+            seen.append(compat_runtime.backward_frees_graph())
             return g
 
     y = Probe.apply(torch.ones((), requires_grad=True))
@@ -160,7 +161,7 @@ def test_whether_a_transform_runs():
     seen = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        seen.append(compat.under_functorch())
+        seen.append(compat_runtime.under_functorch())
         return x.sin()
 
     fn(torch.ones(2))
@@ -177,7 +178,7 @@ def test_whether_a_transform_runs():
 
         @staticmethod
         def backward(ctx, g):
-            return fn(g) * (not compat.backward_frees_graph())
+            return fn(g) * (not compat_runtime.backward_frees_graph())
 
     x = torch.ones((), requires_grad=True)
     (dx,) = torch.autograd.grad(Probe.apply(x), x, torch.ones(2), is_grads_batched=True)

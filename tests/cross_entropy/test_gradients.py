@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from inductor_ext.templates.cross_entropy_launch import Tile
 
-from inductor_ext import compat, ops
+from inductor_ext import compat_runtime, ops
 from inductor_ext.testing import compile_for, run_interpreted
 
 TILE = Tile(1, 1, 1, 1)
@@ -100,7 +100,7 @@ def test_a_gradient_that_nobody_keeps_is_scaled_in_place(on_cpu, with_tile, monk
         (last,) = torch.autograd.grad(loss, x, torch.tensor(3.0))
     assert len(calls) == 1
     torch.testing.assert_close(kept, last, rtol=1e-6, atol=0)
-    assert not compat.backward_frees_graph()  # no backward runs
+    assert not compat_runtime.backward_frees_graph()  # no backward runs
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3, 4)])

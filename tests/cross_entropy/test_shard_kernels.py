@@ -8,7 +8,7 @@ import torch
 from inductor_ext.templates import cross_entropy_launch as launch
 from inductor_ext.templates.cross_entropy_launch import INDEX, Loss, Tile
 
-from inductor_ext import compat
+from inductor_ext import compat_runtime
 from inductor_ext.ops import _rows, _shards
 from inductor_ext.testing import launch_binaries
 
@@ -187,8 +187,8 @@ def test_nothing_waits_for_the_card(loss, monkeypatch):
     monkeypatch.setattr(_rows, "kernels_apply", _rows.shapes_apply)
     monkeypatch.setattr(_shards, "_merged_by_kernel", lambda every: True)
     ranks = types.SimpleNamespace(rank=lambda: 1, size=lambda: 4)
-    monkeypatch.setattr(compat, "process_group", lambda name: ranks)
-    monkeypatch.setattr(compat, "all_gather", lambda out, mine, group: None)
+    monkeypatch.setattr(compat_runtime, "process_group", lambda name: ranks)
+    monkeypatch.setattr(compat_runtime, "all_gather", lambda out, mine, group: None)
     x = torch.empty(300, 1000, dtype=BF16, device="meta")
     target = torch.empty(300, dtype=torch.int64, device="meta")
     weight, g = torch.empty(1000, device="meta"), torch.empty(300, device="meta")

@@ -11,7 +11,7 @@ import pkgutil
 import pytest
 import torch
 
-from inductor_ext import compat, measure, templates
+from inductor_ext import compat_runtime, measure, templates
 from inductor_ext.ops import _mhc, _mhc_backward
 from inductor_ext.testing import launches_interpreted
 
@@ -36,7 +36,7 @@ def kernels():
 
 
 def on_any_device(X):
-    return X.dtype != torch.float64 and not compat.under_functorch()
+    return X.dtype != torch.float64 and not compat_runtime.under_functorch()
 
 
 @pytest.fixture(autouse=True)

@@ -185,15 +185,16 @@ def test_ranges_that_one_rank_recalls_are_everybodys(two):
     """Rank 0 has them from an earlier process, rank 1 has not."""
     zero, one, _ = two("""
         import pathlib
-        from inductor_ext import compat, plan_cache
+        from inductor_ext import compat, compat_runtime, plan_cache
         compat.card_name = lambda: "a card"
         plan_cache.folder = lambda: pathlib.Path(folder) / f"cache{rank}"
         asked = []
         measure = lambda value: lambda: asked.append(value) or [value]
         if rank == 0:
-            shared, compat.distributed_store = compat.distributed_store, lambda: (None, 0, 1)
+            shared = compat_runtime.distributed_store
+            compat_runtime.distributed_store = lambda: (None, 0, 1)
             plan_cache.recall("ranges", measure("before"))
-            compat.distributed_store = shared
+            compat_runtime.distributed_store = shared
         dist.barrier()
         done([plan_cache.recall("ranges", measure(f"by rank {rank}")), asked])
     """)

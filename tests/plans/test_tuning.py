@@ -12,7 +12,16 @@ import pytest
 import torch
 
 import inductor_ext
-from inductor_ext import CustomOpConfig, choosing, compat, compat_ir, measure, plan_file, tuning
+from inductor_ext import (
+    CustomOpConfig,
+    choosing,
+    compat,
+    compat_dynamo,
+    compat_ir,
+    measure,
+    plan_file,
+    tuning,
+)
 from inductor_ext.plan import Plan
 from inductor_ext.testing import compile_for
 
@@ -195,7 +204,7 @@ def test_arguments_keep_their_marks_and_modules_their_names():
     x = half(16, K)
     plan = tune(Gate(), x, dims={"tokens.0": (1, 64)})
     assert summary(plan)[0][0].startswith("m=1..") and "column" in plan.entries[0].key.layout
-    assert compat.marked_dynamic(x) == []
+    assert compat_dynamo.marked_dynamic(x) == []
 
 
 X, W = half(16, K), half(K, N)
