@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LAYERS, HEADS, KV_HEADS, SIZE, VOCABULARY = 4, 8, 2, 64, 512
+LAYERS, HEADS, KV_HEADS, SIZE, VOCABULARY = 2, 8, 2, 64, 512
 GROUP, WIDTH = HEADS // KV_HEADS, HEADS * SIZE
 
 

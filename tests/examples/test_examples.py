@@ -2,52 +2,64 @@
 
 import csv
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def _run(*argv: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *argv], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture
+def program(capsys, monkeypatch):
+    """``program(path)`` runs a file or a folder as a program, here: what it printed."""
+
+    def run(path: Path) -> str:
+        torch._dynamo.reset()
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(sys, "argv", [str(path)])
+        with torch.random.fork_rng([]):
+            runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_example(path: Path) -> None:
-    out = _run(str(path))
+def test_example(path: Path, program) -> None:
+    out = program(path)
     assert "inductor_ext decisions" in out
     assert "[template]" in out or "[reduction]" in out
 
 
-def test_caches_of_keys_and_values() -> None:
+def test_caches_of_keys_and_values(program) -> None:
     """Layers' attention, and what a policy sums of its weights, without a matrix of scores."""
-    out = _run(str(ROOT / "examples" / "kv_cache"))
+    out = program(ROOT / "examples" / "kv_cache")
     assert all(f"{name} " in out for name in ("sinks", "norms", "snapshot", "compactor"))
     assert "no scores in memory" in out and "stock" not in out
 
 
 def test_demo() -> None:
-    out = _run("-m", "inductor_ext", "demo")
-    assert "Triton interpreter: right" in out
-    assert "triton_tem_fused" in out
+    """As a command, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-m", "inductor_ext", "demo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Triton interpreter: right" in done.stdout
+    assert "triton_tem_fused" in done.stdout
 
 
-def test_readme_blocks(tmp_path: Path) -> None:
+def test_readme_blocks(tmp_path: Path, program) -> None:
     """On the CPU the plugin has nothing to do, but every call must exist and work."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert blocks
-    program = tmp_path / "readme.py"
-    program.write_text("\n".join(blocks).replace('"cuda"', '"cpu"'))
-    out = _run(str(program))
-    assert "triton_tem_fused" in out
+    path = tmp_path / "readme.py"
+    path.write_text("\n".join(blocks).replace('"cuda"', '"cpu"'))
+    assert "triton_tem_fused" in program(path)
 
 
 def _section(name: str) -> str:
