@@ -1,6 +1,11 @@
 """Shared by all tests: a ``gpu`` test is skipped where there is no card; numbers judged by fp64."""
 
 import copy
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores, and threads that find none free wait for one another, spinning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
