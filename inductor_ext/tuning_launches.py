@@ -9,6 +9,7 @@ L2, and a candidate whose result is not that of the rule's tiling has no say.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -272,6 +273,7 @@ class Launches:
         self.memory = max(self.memory, need)
         leaves, _ = call.leaves()
         calls = {n: call.with_tiling(met.launch, tiling) for n, tiling in tilings.items()}
+        compat_launch.compile_ahead(functools.partial(run, *leaves) for run in calls.values())
         expected = calls[HEURISTIC](*leaves)
         right = {}
         for name, run in calls.items():

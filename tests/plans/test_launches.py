@@ -37,7 +37,7 @@ class Tiling:
 
 
 @tilings.tunable("softmax", "test", "rows", scaled="block", flipped="fast")
-def tiling(columns, dtype):
+def tiling(columns, dtype) -> Tiling:
     return Tiling(64 if columns < 100 else 128)
 
 
@@ -141,8 +141,8 @@ def test_what_a_tilings_class_refuses_is_no_candidate():
 
 
 def _names(launch):
-    """A name with every field that can vary."""
-    return [",".join(f"{field}=1" for field in launch.fields)]
+    """A name with every field that there has to be."""
+    return [",".join(f"{field}=1" for field in launch.named)]
 
 
 @pytest.mark.parametrize("op", [doubled, tripled], ids=["opaque", "traced"])
@@ -264,6 +264,8 @@ def test_an_unknown_candidate_is_refused_with_its_line(plan, tmp_path, capsys):
     for name, why in (
         ("block=128,warps", "is no tiling"),
         ("block=128,warps=4", "it names no fast"),
+        ("block=128,fast=0", "it names no warps"),
+        (BEST + ",early=1", "no tiling has a early"),
         ("fastest", "is no tiling"),
     ):
         path.write_text(plan_file.dump(plan).replace(f'"choice": "{BEST}"', f'"choice": "{name}"'))
