@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
-from . import choosing, compat_launch, measure, planned_launches, ranges
+from . import choosing, compat_ahead, compat_launch, measure, planned_launches, ranges
 from .measured_site import Timer
 from .plan import Bounds, Box, Key
 from .templates.tilings import HEURISTIC, Tunable
@@ -273,7 +273,7 @@ class Launches:
         self.memory = max(self.memory, need)
         leaves, _ = call.leaves()
         calls = {n: call.with_tiling(met.launch, tiling) for n, tiling in tilings.items()}
-        compat_launch.compile_ahead(functools.partial(run, *leaves) for run in calls.values())
+        compat_ahead.compile_ahead(functools.partial(run, *leaves) for run in calls.values())
         expected = calls[HEURISTIC](*leaves)
         right = {}
         for name, run in calls.items():

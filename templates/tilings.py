@@ -139,7 +139,7 @@ class Tunable:
                 return f"it names no {field}"
         for field in changed:
             if self._made is not None and field not in self.named:
-                return f"no tiling has a {field}"
+                return f"no tiling has {field!r}"
         return ""
 
     @functools.cached_property

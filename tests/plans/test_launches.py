@@ -265,7 +265,7 @@ def test_an_unknown_candidate_is_refused_with_its_line(plan, tmp_path, capsys):
         ("block=128,warps", "is no tiling"),
         ("block=128,warps=4", "it names no fast"),
         ("block=128,fast=0", "it names no warps"),
-        (BEST + ",early=1", "no tiling has a early"),
+        (BEST + ",early=1", "no tiling has .early."),
         ("fastest", "is no tiling"),
     ):
         path.write_text(plan_file.dump(plan).replace(f'"choice": "{BEST}"', f'"choice": "{name}"'))
