@@ -247,7 +247,7 @@ def _marks(dims: Sequence[_Dim], args: Sequence[Any], *, alike: bool) -> Marks:
     large: tensors that share a dimension are all dynamic in it, or none can be."""
     marks: Marks = {}
     for d in dims:
-        bounds = (d.lo, max(d.hi, 2))
+        bounds = (d.lo, max(d.hi, d.lo + 1))  # torch takes bounds that are one size for a number
         marks.setdefault(d.position, {})[d.dim] = bounds
         for i, arg in enumerate(args):
             if alike and isinstance(arg, torch.Tensor):

@@ -225,6 +225,12 @@ def test_bad_dims(args, dims, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("size", [1, 16])
+def test_bounds_may_be_one_size(size):
+    (entry,) = tune(product, half(max(size, 2), K), half(K, N), dims={"x.0": (size, size)}).entries
+    assert [str(box) for box in entry.boxes] == [f"m={size}"]
+
+
 def test_two_marked_dimensions_are_one_too_many():
     x = half(16, K)
     torch._dynamo.mark_dynamic(x, 0)
