@@ -217,6 +217,8 @@ def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch):
         tune(lambda x: doubled(x), torch.randn(16, 8), timer=None)
     right = {HEURISTIC, BEST, "block=64,warps=2,fast=0", "block=64,warps=8,fast=0"}
     assert compared and all(names == right for names in compared)
+    with pytest.raises(MemoryError, match=r"doubled needs \d.\d\d GiB, and max_memory is .* lower"):
+        tune(lambda x: doubled(x), torch.randn(16, 8), timer=None, max_memory=1 << 10)
 
 
 def test_a_plan_chooses_by_the_sizes_and_explain_says_so(plan):
