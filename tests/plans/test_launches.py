@@ -169,6 +169,21 @@ def test_a_backward_is_tuned_where_an_argument_has_a_gradient():
     assert columns == [[8], [8, 4]]
 
 
+def test_only_what_has_to_be_as_large_is_resized():
+    def with_another(x, w):
+        torch._check(x.shape[0] == w.shape[0])
+        return doubled(x), w + 1
+
+    def square(x):
+        torch._check(x.shape[0] == x.shape[1])
+        return doubled(x)
+
+    (entry,) = tune(with_another, torch.randn(8, 8), torch.randn(8, 3)).entries
+    assert dict(entry.key.sizes) == {"columns": 8}  # as many as rows by chance
+    (entry,) = tune(square, torch.randn(8, 8)).entries
+    assert not entry.key.sizes and str(entry.boxes[0]) == "columns=1..512 rows=1..512"
+
+
 def test_what_a_program_writes_to_is_not_the_callers():
     def fn(x, state, pair):
         state += 1
