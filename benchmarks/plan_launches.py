@@ -56,6 +56,17 @@ def _losses_of_rows() -> Program:
     return fn, (_half(LARGE, 128256), target), {"logits.0": (512, 8192)}
 
 
+def _classes_strided() -> Program:
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    def fn(logits: Any, target: Any) -> Any:
+        return cross_entropy(logits, target)
+
+    target = torch.randint(19, (8, 512, 512), device=DEVICE)
+    return fn, (_half(8, 19, 512, 512), target), {"logits.0": (4, 64)}
+
+
 def _entropy() -> Program:
     def fn(logits: Any) -> Any:
         p = logits.float().log_softmax(-1)
@@ -152,6 +163,10 @@ def _column_sums() -> Program:
     return _attention(16, 128, grad=False, return_colsum=True, colsum_rows=64)
 
 
+def _all_column_sums() -> Program:
+    return _attention(16, 128, grad=False, return_colsum=True)
+
+
 def _decode() -> Program:
     import inductor_ext
 
@@ -190,6 +205,7 @@ LAUNCHES = (  # what takes longest to compile last: ``--prewarm`` begins at the 
     Launches("cross entropy of 128256 classes", _cross_entropy),
     Launches("cross entropy of each row, 128256 classes", _losses_of_rows),
     Launches("entropy of 128256 classes", _entropy),
+    Launches("cross entropy of the 19 classes of each pixel", _classes_strided),
     Launches("softmax of 32768 columns", _softmax),
     Launches("cumulative sums of rows of 16384", _rows),
     Launches("cumulative sums of 8 x 1024 columns", _columns),
@@ -199,7 +215,8 @@ LAUNCHES = (  # what takes longest to compile last: ``--prewarm`` begins at the 
     Launches("cumulative sums of 16 long rows", _long_rows),
     Launches("sparse attention, 64 heads of 576 over 2048 entries", _sparse_attention),
     Launches("mHC pre, 4 streams of 7168", _mhc_pre),
-    Launches("sums of the columns of causal attention, 16 heads of 128", _column_sums),
+    Launches("sums of columns of causal attention, 64 rows, 16 heads of 128", _column_sums),
+    Launches("sums of columns of causal attention, all rows, 16 heads of 128", _all_column_sums),
     Launches("linear attention, 16 heads of 128", _linear_attention, 7),
     Launches("causal attention with a softcap, 16 heads of 128", _softcap, 6),
     Launches("causal attention in a window of 1024, 32 heads of 64", _window, 6),

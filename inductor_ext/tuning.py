@@ -121,9 +121,9 @@ def tune(
         max_memory = sys.maxsize if _measure else int(0.8 * torch.cuda.mem_get_info()[0])
     tally = Tally() if _tally is None else _tally
     with _bar(progress) as tick, _compiled_anew():
-        for alike in (False, True):
+        for alike in ("", "others", "all"):
             tuner = _Tuner(found, max_ranges, max_memory, _measure, tick, tally)
-            marks = _marks(found, args, alike=alike)
+            marks = _marks(found, args, alike)
             if _run(tuner, original, args, marks, _card):
                 break
         else:
@@ -253,15 +253,16 @@ def _bind(label: str, args: Sequence[Any], tensors: Mapping[str, int]) -> tuple[
     return argument, 0
 
 
-def _marks(dims: Sequence[_Dim], args: Sequence[Any], *, alike: bool) -> Marks:
-    """What to mark dynamic. With ``alike`` also the dimensions of the other arguments that are as
-    large: tensors that share a dimension are all dynamic in it, or none can be."""
+def _marks(dims: Sequence[_Dim], args: Sequence[Any], alike: str) -> Marks:
+    """What to mark dynamic. With ``alike`` also the dimensions that are as large, of the "others"
+    among the arguments or of "all": tensors that share a dimension are all dynamic in it, or none
+    can be."""
     marks: Marks = {}
     for d in dims:
-        bounds = (d.lo, max(d.hi, 2))
+        bounds = (d.lo, max(d.hi, d.lo + 1))  # torch takes bounds that are one size for a number
         marks.setdefault(d.position, {})[d.dim] = bounds
         for i, arg in enumerate(args):
-            if alike and isinstance(arg, torch.Tensor):
+            if (alike == "all" or (alike and i != d.position)) and isinstance(arg, torch.Tensor):
                 for dim, size in enumerate(arg.shape):
                     if size == args[d.position].shape[d.dim]:
                         marks.setdefault(i, {}).setdefault(dim, bounds)

@@ -9,6 +9,7 @@ L2, and a candidate whose result is not that of the rule's tiling has no say.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
-from . import choosing, compat_launch, measure, planned_launches, ranges
+from . import choosing, compat_ahead, compat_launch, measure, planned_launches, ranges
 from .measured_site import Timer
 from .plan import Bounds, Box, Key
 from .templates.tilings import HEURISTIC, Tunable
@@ -272,6 +273,7 @@ class Launches:
         self.memory = max(self.memory, need)
         leaves, _ = call.leaves()
         calls = {n: call.with_tiling(met.launch, tiling) for n, tiling in tilings.items()}
+        compat_ahead.compile_ahead(functools.partial(run, *leaves) for run in calls.values())
         expected = calls[HEURISTIC](*leaves)
         right = {}
         for name, run in calls.items():

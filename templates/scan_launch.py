@@ -298,7 +298,9 @@ def workspace(device: torch.device, words: int) -> tuple[torch.Tensor, int]:
     if have is None or not call:
         words = max(words, 1 << 17 if have is None else have[0].numel())
         have = torch.zeros(words, dtype=torch.int64, device=device), iter(range(2, 1 << 31))
-        _kept[key], call = have, 1
+        call = 1
+        if type(have[0]) is torch.Tensor:  # what a mode makes (a fake one) is that mode's
+            _kept[key] = have
     return have[0], call
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -133,10 +134,26 @@ class Tunable:
         changed = [field for field, _, _ in parts]
         if len(set(changed)) < len(parts) or not all(eq and value for _, eq, value in parts):
             return "it is no tiling, which is written field=value,field=value"
-        for field in self.fields:
+        for field in self.named:
             if field not in changed:
                 return f"it names no {field}"
+        for field in changed:
+            if self._made is not None and field not in self.named:
+                return f"no tiling has {field!r}"
         return ""
+
+    @functools.cached_property
+    def _made(self) -> Any:
+        """The dataclass of tilings; None where they are dicts."""
+        made = typing.get_type_hints(self.rule).get("return")
+        return made if dataclasses.is_dataclass(made) else None
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """What the name of a tiling names; of dicts, those fields that can vary."""
+        if self._made is None:
+            return tuple(self.fields)
+        return tuple(f.name for f in dataclasses.fields(self._made))
 
 
 _STEPS: dict[str, Callable[[Any], tuple[Any, ...]]] = {

@@ -180,7 +180,8 @@ def _mark_dynamic(
             else:  # a torch.export.Dim, Dim.DYNAMIC or None
                 low, high = getattr(bounds, "min", None), getattr(bounds, "max", None)
             high = None if high is not None and high >= 2**31 else high
-            torch._dynamo.mark_dynamic(tensor, dim, min=low or None, max=high)
+            low = low or (None if high is None else 0)
+            torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
     return None
 
 

@@ -37,7 +37,7 @@ class Tiling:
 
 
 @tilings.tunable("softmax", "test", "rows", scaled="block", flipped="fast")
-def tiling(columns, dtype):
+def tiling(columns, dtype) -> Tiling:
     return Tiling(64 if columns < 100 else 128)
 
 
@@ -141,8 +141,8 @@ def test_what_a_tilings_class_refuses_is_no_candidate():
 
 
 def _names(launch):
-    """A name with every field that can vary."""
-    return [",".join(f"{field}=1" for field in launch.fields)]
+    """A name with every field that there has to be."""
+    return [",".join(f"{field}=1" for field in launch.named)]
 
 
 @pytest.mark.parametrize("op", [doubled, tripled], ids=["opaque", "traced"])
@@ -167,6 +167,21 @@ def test_a_backward_is_tuned_where_an_argument_has_a_gradient():
     both = tune(fn, torch.randn(16, 8, requires_grad=True))
     columns = [[dict(e.key.sizes)["columns"] for e in p.entries] for p in (forward, both)]
     assert columns == [[8], [8, 4]]
+
+
+def test_only_what_has_to_be_as_large_is_resized():
+    def with_another(x, w):
+        torch._check(x.shape[0] == w.shape[0])
+        return doubled(x), w + 1
+
+    def square(x):
+        torch._check(x.shape[0] == x.shape[1])
+        return doubled(x)
+
+    (entry,) = tune(with_another, torch.randn(8, 8), torch.randn(8, 3)).entries
+    assert dict(entry.key.sizes) == {"columns": 8}  # as many as rows by chance
+    (entry,) = tune(square, torch.randn(8, 8)).entries
+    assert not entry.key.sizes and str(entry.boxes[0]) == "columns=1..512 rows=1..512"
 
 
 def test_what_a_program_writes_to_is_not_the_callers():
@@ -217,6 +232,8 @@ def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch):
         tune(lambda x: doubled(x), torch.randn(16, 8), timer=None)
     right = {HEURISTIC, BEST, "block=64,warps=2,fast=0", "block=64,warps=8,fast=0"}
     assert compared and all(names == right for names in compared)
+    with pytest.raises(MemoryError, match=r"doubled needs \d.\d\d GiB, and max_memory is .* lower"):
+        tune(lambda x: doubled(x), torch.randn(16, 8), timer=None, max_memory=1 << 10)
 
 
 def test_a_plan_chooses_by_the_sizes_and_explain_says_so(plan):
@@ -264,6 +281,8 @@ def test_an_unknown_candidate_is_refused_with_its_line(plan, tmp_path, capsys):
     for name, why in (
         ("block=128,warps", "is no tiling"),
         ("block=128,warps=4", "it names no fast"),
+        ("block=128,fast=0", "it names no warps"),
+        (BEST + ",early=1", "no tiling has .early."),
         ("fastest", "is no tiling"),
     ):
         path.write_text(plan_file.dump(plan).replace(f'"choice": "{BEST}"', f'"choice": "{name}"'))
