@@ -54,6 +54,7 @@ class Tiling:
     fetch: int = 0
     stripes: int = 0
     stages: int = 2
+    early: int = 1
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def plan(
     )
     if choice.stripes:
         asks = bool(choice.fetch and fetches)
-        layout = replace(layout, shared=True, ahead=asks, stripes=True)
+        layout = replace(layout, shared=True, ahead=asks, stripes=choice.early)
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
     names = [f"x{i}" for i in range(len(program.inputs))]

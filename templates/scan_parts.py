@@ -26,7 +26,7 @@ class Layout:
     shared: bool
     ascending: bool
     ahead: bool
-    stripes: bool = False
+    stripes: int = 0
 
     @property
     def flat(self) -> bool:

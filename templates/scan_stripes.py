@@ -127,18 +127,21 @@ def _numbers(layout: Layout) -> list[str]:
 
 def _held(program: Program, layout: Layout) -> list[str]:
     """What is known of two tiles, by name."""
-    return [f"{of}_{name}" for of in ("kept", "ahead") for name in _kept(program, layout)]
+    return [
+        f"kept{turn}_{name}" for turn in range(layout.stripes + 1) for name in _kept(program, layout)
+    ]
 
 
 def _held_again(program: Program, layout: Layout) -> list[str]:
     lines = []
-    for of, k in (("kept", "k"), ("ahead", "(k + PROGRAMS)")):
+    for turn in range(layout.stripes + 1):
+        k = f"(k + {turn} * PROGRAMS)"
         lines += [
             _place(program, layout, f"(zero + {k})"),
             scan_tile.loaded(program, layout, "x", True, f"({k} < tiles)"),
             scan_tile.states(program),
             _total(program, layout, f"(zero + {k})"),
-            *(f"{of}_{name} = {name}" for name in _kept(program, layout)),
+            *(f"kept{turn}_{name} = {name}" for name in _kept(program, layout)),
         ]
     return lines
 
@@ -227,6 +230,7 @@ def body(program: Program, layout: Layout) -> str:
     e, u, q = leaves("e", program), leaves("u", program), leaves("q", program)
     c = leaves("c", program)
     kept, count = _kept(program, layout), range(len(program.states))
+    last = layout.stripes
     words = [f"w{i}" for i in range(words_of(program))]
 
     def front(k: str, holds: bool) -> str:
@@ -271,16 +275,16 @@ def body(program: Program, layout: Layout) -> str:
         far = "zero + k + FETCH * PROGRAMS"
         asked = [f"patience = fetched(patience, {', '.join(names)}, {far}, tiles, TIME)"]
     turn = [
-        "next = k + PROGRAMS",
+        f"next = k + {last} * PROGRAMS",
         *asked,
         looked("k"),
         total("next"),
-        *(f"ahead_{name} = {name}" for name in kept),
+        *(f"kept{last}_{name} = {name}" for name in kept),
         front("k", True),
-        *(f"{name} = kept_{name}" for name in kept),
+        *(f"{name} = kept0_{name}" for name in kept),
         _place(program, layout, "(zero + k)"),
         _results(program, layout, "(zero + k)", True),
-        *(f"kept_{name} = ahead_{name}" for name in kept),
+        *(f"kept{t}_{name} = kept{t + 1}_{name}" for t in range(last) for name in kept),
     ]
     rest = [
         looked("tiles"),
@@ -303,8 +307,15 @@ def body(program: Program, layout: Layout) -> str:
         "words = workspace + lane * tiles",
         "plane = lanes * tiles",
         *(f"c{i} = tl.zeros([], tl.{TYPES[kind]})" for i, kind in enumerate(program.states)),
-        total("number"),
-        *(f"kept_{name} = {name}" for name in kept),
+        *(
+            "\n".join(
+                [
+                    total(f"(number + {turn} * PROGRAMS)"),
+                    *(f"kept{turn}_{name} = {name}" for name in kept),
+                ]
+            )
+            for turn in range(last)
+        ),
         "for k in tl.range(number, tiles, PROGRAMS, num_stages=STAGES):",
         indented("\n".join(turn)),
         "if (length % TIME != 0) & (tiles % PROGRAMS == number):",

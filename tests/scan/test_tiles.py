@@ -24,7 +24,7 @@ WAYS = {
     "shared, by addresses": Tiling(1, 2, 1, 2, False),
     "shared, groups of 3, the last one by tiles": Tiling(2, 2, 1, 3, depth=1),
 }
-STRIPES = Tiling(1, 4, 1, stripes=1, fetch=2)
+STRIPES = Tiling(1, 4, 1, stripes=1, fetch=3, early=2)
 # a thread has two or four neighbouring positions
 COLUMNS = {
     "looped": Tiling(32, 8, 1),
