@@ -107,7 +107,7 @@ def _fetched(program: Program, layout: Layout) -> str:
     body = ["start = " + ("length - (k + 1) * TIME" if program.reverse else "k * TIME")]
     for i, (read, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
         if kinds[0] == 1:
-            address = f"(x{i}_ptr + ({scan_tile.offset(f'x{i}', kinds, parts)})).to(tl.int64)"
+            address = f"(x{i}_ptr + ({scan_tile.offset(f'x{i}', kinds, parts)})).to(tl.int64) & -16"
             size = f"tl.where(k < tiles, TIME * {read.dtype.itemsize}, 0)"
             body.append(f"some = fetch(some, {address}, {size})")
     return "\n".join(
