@@ -60,6 +60,11 @@ def in_any_order(states: tuple[str, ...], combine: str) -> str | None:
     return None
 
 
+def has_positions(states: tuple[str, ...], combine: str) -> bool:
+    """Whether a state is a value and its position."""
+    return len(states) == 2 and combine in {_PAIR.format(sign=sign) for sign in (">=", "<=")}
+
+
 # torch keeps the later of equal values, and a NaN for good
 _PAIR = """take = (b0 {sign} a0) | (b0 != b0)
 r0 = tl.where(take, b0, a0)

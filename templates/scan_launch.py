@@ -245,6 +245,7 @@ def plan(
     )
     if choice.stripes and not (
         axis
+        and isinstance(lanes, int)  # as many programs as a card holds share them
         and scan_stripes.applies(program, kinds)
         and aligned
         and _in_step(program, lane_dims, length)
@@ -288,7 +289,7 @@ def plan(
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
     if choice.stripes:
-        programs = max(1, choice.stripes * units // hint(lanes))
+        programs = max(1, choice.stripes * units // lanes)
         constants |= {"PROGRAMS": programs, "STAGES": choice.stages}
         constants["PATIENCE"] = max(1, scan.PATIENCE // 8)  # all are there at once, or will be late
         if layout.ahead:

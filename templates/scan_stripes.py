@@ -97,6 +97,7 @@ def _results(program: Program, layout: Layout, k: str, whole: bool) -> str:
     if _totals(program) is not None:
         scan = f"{scan_tile.states(program)}\n{scan_tile.scanned(program, layout)}"
     after = scan_tile.after(program, "c", f"{k} > 0")
+    after = f"{after}\n{scan_tile.handed_on(program, layout)}"
     return f"{scan}\n{after}\n{scan_tile.stored(program, layout, whole)}"
 
 

@@ -166,12 +166,20 @@ def reading(some, address, size):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("shape", "dim"), [((3, 37), 1), ((2, 33, 2), 1)])
-def test_what_is_asked_for_is_in_the_tensors(shape, dim, reverse, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "dim", "tile"),
+    [
+        ((3, 37), 1, Tiling(1, 8, 1, 2, fetch=2)),
+        ((2, 33, 2), 1, Tiling(1, 8, 1, 2, fetch=2)),
+        ((2, 48), 1, Tiling(1, 8, 1, stripes=1, fetch=1)),
+    ],
+)
+def test_what_is_asked_for_is_in_the_tensors(shape, dim, tile, reverse, monkeypatch):
     """Reads outside of what a kernel was given raise in the interpreter."""
     scan_text.kernel.cache_clear()
     monkeypatch.setattr(scan_module, "fetch", reading)
-    agrees_with_torch(Tiling(1, 8, 1, 2, fetch=2), shape, dim, reverse)
+    monkeypatch.setattr(scan_module, "PATIENCE", 8)
+    agrees_with_torch(tile, shape, dim, reverse)
     scan_text.kernel.cache_clear()
 
 
