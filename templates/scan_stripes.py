@@ -304,7 +304,7 @@ def body(program: Program, layout: Layout) -> str:
         "j = tl.arange(0, WINDOW)",
         "patience = tl.full([], PATIENCE, tl.int32)",
         "number = tl.program_id(0) % PROGRAMS",
-        "tiles = (length // TIME).to(tl.int32)",
+        "tiles = ((zero + length) // TIME).to(tl.int32)",
         "words = workspace + lane * tiles",
         "plane = lanes * tiles",
         *(f"c{i} = tl.zeros([], tl.{TYPES[kind]})" for i, kind in enumerate(program.states)),
