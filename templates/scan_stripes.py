@@ -129,7 +129,9 @@ def _numbers(layout: Layout) -> list[str]:
 def _held(program: Program, layout: Layout) -> list[str]:
     """What is known of two tiles, by name."""
     return [
-        f"kept{turn}_{name}" for turn in range(layout.stripes + 1) for name in _kept(program, layout)
+        f"kept{turn}_{name}"
+        for turn in range(layout.stripes + 1)
+        for name in _kept(program, layout)
     ]
 
 
