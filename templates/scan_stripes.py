@@ -213,8 +213,8 @@ def _before(program: Program, layout: Layout, holds: bool) -> str:
     constants = ", ".join(f"{c}: tl.constexpr" for c in _inner(program, layout))
     name = "before" if holds else "before_the_rest"
     return (
-        f"@triton.jit\ndef {name}({', '.join([given, *held])}, words, plane, k, j, tile, count, {', '.join(words)}, call, patience, "
-        f"tiles, {constants}):\n"
+        f"@triton.jit\ndef {name}({', '.join([given, *held])}, words, plane, k, j, tile, count, "
+        f"{', '.join(words)}, call, patience, tiles, {constants}):\n"
         f"{indented(chr(10).join(body))}\n"
     )
 
