@@ -15,7 +15,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import scan, scan_logsumexp, scan_stripes, scan_text
+from . import scan, scan_forms, scan_logsumexp, scan_stripes, scan_text
 from .scan_program import Program
 from .tilings import tunable
 
@@ -23,7 +23,8 @@ Size = Any  # int or SymInt
 ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
 SHORT = 4096  # positions up to which cutting a scan costs more than it brings
 LONG = 1 << 26  # positions from which there are tiles enough for large ones
-FEW = 8  # rows up to which programs that stay share them
+FEW = 8  # rows up to which programs that stay share them, from 2^24 positions of all rows on
+STAY = 1 << 24
 CHUNK, AHEAD = 1 << 16, 1 << 16  # bytes that a cut of columns reads, and that are loaded early
 # Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, about what a
 # card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
@@ -41,7 +42,13 @@ class Tiling:
     next loads early: one of rows, in registers; of columns in shared memory. ``depth``: groups
     whose tiles are read one by one, about what a card runs at a time. ``parts``: tiles of columns
     that have a total together, where a scan is cut. ``fetch``: how many tiles further a program of
-    a piece of a row asks for inputs, for the L2."""
+    a piece of a row asks for inputs, for the L2.
+
+    ``stripes``: programs for each multiprocessor that stay and share long rows, 0 where there is
+    one for each tile; all of them have to be on the card at once, so that 8 warps, of which no
+    program's registers keep a multiprocessor, are the most. Of them, ``stages``: buffers of a
+    tile's inputs and one; ``early``: how many tiles of its own ahead a program tells a total;
+    ``fetch``: how many ahead it asks for inputs."""
 
     lanes: int
     time: int
@@ -55,6 +62,13 @@ class Tiling:
     stripes: int = 0
     stages: int = 2
     early: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stripes * self.warps > 8:
+            raise ValueError(
+                f"expected at most 8 warps of programs that stay on a multiprocessor, not "
+                f"{self.stripes * self.warps}"
+            )
 
 
 @dataclass(frozen=True)
@@ -190,13 +204,18 @@ def _pieces(program: Program, tile: Tiling) -> int:
 
 def _stripes(program: Program, held: int, lanes: int, length: int) -> Tiling | None:
     """By programs that stay, where that was measured to be faster."""
-    narrow = any(given.dtype.itemsize != 4 for given in program.inputs)
-    if program.reverse or narrow or held > 4 or scan_logsumexp.applies(program):
+    sizes = {given.dtype.itemsize for given in program.inputs}
+    if program.reverse or held > 4 or scan_logsumexp.applies(program):
         return None
-    if lanes > FEW or lanes * length < LONG // 4:
+    if lanes > FEW or lanes * length < STAY:
         return None
     single = held == 2 and scan_text.words_of(program) == 1
-    return Tiling(1, 8192 if single else 4096, 4, stripes=2)
+    if single and sizes == {2}:
+        return Tiling(1, 8192, 4, stripes=2, early=2, fetch=3)
+    if sizes != {4}:
+        return None
+    stages = 3 if scan_forms.has_positions(program.states, program.combine) else 2
+    return Tiling(1, 8192 if single else 4096, 4, stripes=2, stages=stages, fetch=2)
 
 
 def _shared_row(program: Program, held: int, length: int) -> Tiling:
@@ -245,6 +264,7 @@ def plan(
     )
     if choice.stripes and not (
         axis
+        and fetches
         and isinstance(lanes, int)  # as many programs as a card holds share them
         and scan_stripes.applies(program, kinds)
         and aligned
@@ -264,8 +284,7 @@ def plan(
         bool(axis and (choice.fetch and fetches if choice.group else choice.ahead)),
     )
     if choice.stripes:
-        asks = bool(choice.fetch and fetches)
-        layout = replace(layout, shared=True, ahead=asks, stripes=choice.early)
+        layout = replace(layout, shared=True, ahead=bool(choice.fetch), stripes=choice.early)
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
     names = [f"x{i}" for i in range(len(program.inputs))]

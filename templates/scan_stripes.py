@@ -1,8 +1,10 @@
 """The text of a long scan by programs that stay: program p has the tiles p, p + PROGRAMS, ...
 
 There are as many programs as a card runs at a time; several scans have the same share of them each.
-While a tile is scanned the next one's inputs are on their way into shared memory; a tile's total is
-published a turn before others look for it.
+A program asks for a tile's inputs some turns early, for the L2, and copies them into shared memory
+at the end of the turn before it reads them; a tile's total is published at least a turn before
+others look for it.
+
 What precedes tile k is what preceded tile k - PROGRAMS, which its program remembers, and the totals
 from there to k, one window, in an order that depends on nothing but positions.
 
@@ -97,7 +99,7 @@ def _results(program: Program, layout: Layout, k: str, whole: bool) -> str:
     if _totals(program) is not None:
         scan = f"{scan_tile.states(program)}\n{scan_tile.scanned(program, layout)}"
     after = scan_tile.after(program, "c", f"{k} > 0")
-    after = f"{after}\n{scan_tile.handed_on(program, layout)}"
+    after = f"{after}\n{_handed_on(program)}"
     return f"{scan}\n{after}\n{scan_tile.stored(program, layout, whole)}"
 
 
@@ -124,6 +126,18 @@ def _fetched(program: Program, layout: Layout) -> str:
 
 def _numbers(layout: Layout) -> list[str]:
     return [f"i{i}" for i in range(layout.lane_dims)]
+
+
+def _handed_on(program: Program) -> str:
+    """Scanned states go to the threads that store them, where results are wider than what is read
+    and each thread stores fewer of them: the compiler else scans in the order of the stores, with
+    more exchanges, or in both."""
+    if scan_forms.has_positions(program.states, program.combine):
+        return "s1 = tl.gather(s1, time, 0)"
+    read = min(given.dtype.itemsize for given in program.inputs)
+    if len(program.states) == 1 and all(y.itemsize > read for y in program.outputs):
+        return "s0 = tl.gather(s0, time, 0)"
+    return ""
 
 
 def _held(program: Program, layout: Layout) -> list[str]:
@@ -155,8 +169,8 @@ def _place(program: Program, layout: Layout, k: str) -> str:
 
 def _before(program: Program, layout: Layout, holds: bool) -> str:
     """The state that the tiles from k - PROGRAMS, or the first, to k - 1 come to. ``holds``:
-    whoever asks holds tile k and the next one. Who computes another's total reads both again, so
-    that no register has to be kept for what rarely happens."""
+    whoever asks holds tile k and those of which it has told the total since. Who computes another's
+    total reads them again, so that no register has to be kept for what rarely happens."""
     given = ", ".join(scan_tile.lane_names(program, layout))
     held = _held(program, layout) if holds else []
     words = [f"w{i}" for i in range(words_of(program))]
@@ -271,15 +285,16 @@ def body(program: Program, layout: Layout) -> str:
         shown = f"publish(words, plane, {k}, {k} < tiles, call, {e})"
         return "\n".join([place, loads, scan_tile.states(program), total, shown])
 
-    asked = []
-    if layout.ahead:
+    def asked(k: str) -> list[str]:
+        if not layout.ahead:
+            return []
         names = [*(f"x{i}_ptr" for i in range(len(program.inputs))), *_numbers(layout)]
         names += scan_tile.numbers(program, layout)
-        far = "zero + k + FETCH * PROGRAMS"
-        asked = [f"patience = fetched(patience, {', '.join(names)}, {far}, tiles, TIME)"]
+        return [f"patience = fetched(patience, {', '.join(names)}, zero + {k}, tiles, TIME)"]
+
     turn = [
         f"next = k + {last} * PROGRAMS",
-        *asked,
+        *asked("k + FETCH * PROGRAMS"),
         looked("k"),
         total("next"),
         *(f"kept{last}_{name} = {name}" for name in kept),
@@ -298,6 +313,12 @@ def body(program: Program, layout: Layout) -> str:
         _total(program, layout, "(zero + tiles)"),
         _results(program, layout, "(zero + tiles)", False),
     ]
+    begin = []
+    if layout.ahead:
+        begin.append(f"for far in tl.static_range({last}, FETCH):")
+        begin += [f"    {line}" for line in asked("number + far * PROGRAMS")]
+    for t in range(last):
+        begin += [total(f"(number + {t} * PROGRAMS)"), *(f"kept{t}_{n} = {n}" for n in kept)]
     parts = [
         "zero = tl.full([], 0, tl.int64)",
         "block = (tl.program_id(0) // PROGRAMS).to(tl.int64)",
@@ -310,15 +331,7 @@ def body(program: Program, layout: Layout) -> str:
         "words = workspace + lane * tiles",
         "plane = lanes * tiles",
         *(f"c{i} = tl.zeros([], tl.{TYPES[kind]})" for i, kind in enumerate(program.states)),
-        *(
-            "\n".join(
-                [
-                    total(f"(number + {turn} * PROGRAMS)"),
-                    *(f"kept{turn}_{name} = {name}" for name in kept),
-                ]
-            )
-            for turn in range(last)
-        ),
+        *begin,
         "for k in tl.range(number, tiles, PROGRAMS, num_stages=STAGES):",
         indented("\n".join(turn)),
         "if (length % TIME != 0) & (tiles % PROGRAMS == number):",

@@ -129,9 +129,7 @@ def _total(program: Program, layout: Layout, k: str) -> tuple[str, str]:
 def _results(program: Program, layout: Layout) -> str:
     """From the scan of tile ``k`` and the state ``p`` in front of it to what is stored."""
     if not scan_tile.by_masses(program, layout):
-        after = scan_tile.after(program, "p", "k > 0")
-        handed = scan_tile.handed_on(program, layout)
-        return f"{after}\n{handed}\n{scan_tile.stores(program, layout)}"
+        return f"{scan_tile.after(program, 'p', 'k > 0')}\n{scan_tile.stores(program, layout)}"
     return "\n".join(
         [
             'p0 = tl.where(k > 0, p0, float("-inf"))',

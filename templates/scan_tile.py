@@ -184,20 +184,6 @@ def after(program: Program, before: str, there: str) -> str:
     return "\n".join(lines)
 
 
-def handed_on(program: Program, layout: Layout) -> str:
-    """Scanned states of a piece of one lane go to the threads that store them, where results are
-    wider than what is read and each thread stores fewer of them: the compiler else scans in their
-    order, with more exchanges, or in both."""
-    if not layout.flat:
-        return ""
-    if scan_forms.has_positions(program.states, program.combine):
-        return "s1 = tl.gather(s1, time, 0)"
-    read = min(given.dtype.itemsize for given in program.inputs)
-    if len(program.states) == 1 and all(y.itemsize > read for y in program.outputs):
-        return "s0 = tl.gather(s0, time, 0)"
-    return ""
-
-
 def stores(program: Program, layout: Layout, kept: str = "") -> str:
     part = _stores(program, layout, False, kept)
     if layout.flat:

@@ -104,9 +104,11 @@ def test_where_programs_stay():
     assert stays((4096,)) == 6 and stays((4095,)) == 6 and stays((2, 4096)) == 3
     assert stays((9, 4096)) == 1  # more rows than there are programs
     assert stays((4096,), reverse=True) and not stays((4095,), reverse=True)
-    assert not stays((4096,), aligned=False)
+    assert not stays((4096,), aligned=False) and not stays((4096,), fetches=False)
     assert not stays((2, 4095)) and not stays((4096, 3), dim=0)
     assert not stays((4096,), (2,), (1,)) and stays((4096,), (0,), (1,))
+    with pytest.raises(ValueError, match="at most 8 warps of programs that stay"):
+        Tiling(1, 4096, 8, stripes=2)  # all have to be on the card at once
 
 
 def agrees_with_torch(tile, shape, dim, reverse):
@@ -140,7 +142,7 @@ def shuffled(n):
     ("name", "shape", "dim", "reverse", "tile"),
     [
         ("sum", (37,), 0, False, Tiling(1, 2, 1, 2)),
-        ("affine", (50,), 0, True, Tiling(1, 2, 1, 2, depth=2)),
+        ("affine", (34,), 0, True, Tiling(1, 2, 1, 2, depth=2)),
         ("sum", (17, 3), 0, True, Tiling(2, 2, 1, 2, depth=1)),
         ("sum", (19,), 0, False, STRIPES),
         ("affine", (16,), 0, True, STRIPES),
@@ -169,8 +171,8 @@ def reading(some, address, size):
 @pytest.mark.parametrize(
     ("shape", "dim", "tile"),
     [
-        ((3, 37), 1, Tiling(1, 8, 1, 2, fetch=2)),
-        ((2, 33, 2), 1, Tiling(1, 8, 1, 2, fetch=2)),
+        ((2, 29), 1, Tiling(1, 8, 1, 2, fetch=2)),
+        ((2, 17, 2), 1, Tiling(1, 8, 1, 2, fetch=2)),
         ((2, 48), 1, Tiling(1, 8, 1, stripes=1, fetch=1)),
     ],
 )
