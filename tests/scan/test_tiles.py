@@ -92,6 +92,17 @@ def test_stripes_agree_with_torch(shape, reverse, monkeypatch):
     agrees_with_torch(STRIPES, shape, len(shape) - 1, reverse)
 
 
+def test_who_computed_one_total_goes_on_with_its_own_tiles(monkeypatch):
+    words = torch.zeros(64, dtype=INT64)
+    monkeypatch.setattr(scan_launch, "workspace", lambda *_: (words, 1))
+    monkeypatch.setattr(scan_module, "PATIENCE", 2)
+    x = torch.randint(-9, 9, (38,)).float()
+    for missing in (slice(None), 1):
+        words[missing] = 0
+        (got,) = run(program("sum", FP32), [x], 0, STRIPES)
+        assert torch.equal(got, x.cumsum(0)) and words[1] != 0
+
+
 def test_where_programs_stay():
     def stays(shape, *strides, reverse=False, dim=-1, **given):
         strides = strides or (torch.empty(shape).stride(),) * 2
