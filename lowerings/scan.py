@@ -143,6 +143,8 @@ class _Emitter:
             site.dim,
             hint=lambda size: compat.hint(compat.expr(size)),
             fetches=scan_launch.can_fetch(value(inputs[0]).device),
+            aligned=scan_launch.are_aligned([value(n) for n in inputs]),
+            units=scan_launch.units(value(inputs[0]).device),
         )
         like = value(inputs[0])
         with like.fake_mode:

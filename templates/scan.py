@@ -14,6 +14,8 @@ and whoever comes later publishes it once more.
 Chunks of columns are large, so that their programs take tickets instead, one atomic each: whoever
 is waited for has begun, and waiting ends. The word of the tickets carries its call as well.
 
+The longest rows are those of programs that stay and have many tiles each (``scan_stripes``).
+
 A word is 64 bits: the number of the call in the upper half, 32 bits of state in the lower. Reader
 and writer need no order between them, and no word needs to be cleared: the workspace is zeroed
 once, and no number (from 1 on) is used with it twice.

@@ -49,8 +49,29 @@ def commutes(states: tuple[str, ...], combine: str) -> bool:
     return len(states) == 1 and combine in {"r0 = a0 + b0", "r0 = a0 * b0", *extremes}
 
 
+def in_any_order(states: tuple[str, ...], combine: str) -> str | None:
+    """What combines states to the same, but for rounding, in any order; None if nothing is known
+    to. Of values with positions, which rise along a scan, the later position."""
+    if commutes(states, combine):
+        return combine
+    for sign, beyond in ((">=", ">"), ("<=", "<")):
+        if len(states) == 2 and combine == _PAIR.format(sign=sign):
+            return _PAIR_IN_ANY_ORDER.format(beyond=beyond)
+    return None
+
+
+def has_positions(states: tuple[str, ...], combine: str) -> bool:
+    """Whether a state is a value and its position."""
+    return len(states) == 2 and combine in {_PAIR.format(sign=sign) for sign in (">=", "<=")}
+
+
 # torch keeps the later of equal values, and a NaN for good
 _PAIR = """take = (b0 {sign} a0) | (b0 != b0)
+r0 = tl.where(take, b0, a0)
+r1 = tl.where(take, b1, a1)"""
+_PAIR_IN_ANY_ORDER = """same = (b0 == a0) | ((b0 != b0) & (a0 != a0))
+beyond = (b0 {beyond} a0) | ((b0 != b0) & (a0 == a0))
+take = beyond | (same & (b1 > a1))
 r0 = tl.where(take, b0, a0)
 r1 = tl.where(take, b1, a1)"""
 

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from . import scan, scan_logsumexp, scan_text
+from . import scan, scan_forms, scan_logsumexp, scan_stripes, scan_text
 from .scan_program import Program
 from .tilings import tunable
 
@@ -23,6 +23,8 @@ Size = Any  # int or SymInt
 ROWS = 128  # lanes that keep a card busy; with fewer, long scans are cut
 SHORT = 4096  # positions up to which cutting a scan costs more than it brings
 LONG = 1 << 26  # positions from which there are tiles enough for large ones
+FEW = 8  # rows up to which programs that stay share them, from 2^24 positions of all rows on
+STAY = 1 << 24
 CHUNK, AHEAD = 1 << 16, 1 << 16  # bytes that a cut of columns reads, and that are loaded early
 # Tiles of a row that are one group, and groups that are read tile by tile: 360 tiles, about what a
 # card has under way. Twelve groups and 32 groups of groups are one window of 512 words.
@@ -40,7 +42,13 @@ class Tiling:
     next loads early: one of rows, in registers; of columns in shared memory. ``depth``: groups
     whose tiles are read one by one, about what a card runs at a time. ``parts``: tiles of columns
     that have a total together, where a scan is cut. ``fetch``: how many tiles further a program of
-    a piece of a row asks for inputs, for the L2."""
+    a piece of a row asks for inputs, for the L2.
+
+    ``stripes``: programs for each multiprocessor that stay and share long rows, 0 where there is
+    one for each tile; all of them have to be on the card at once, so that 8 warps, of which no
+    program's registers keep a multiprocessor, are the most. Of them, ``stages``: buffers of a
+    tile's inputs and one; ``early``: how many tiles of its own ahead a program tells a total;
+    ``fetch``: how many ahead it asks for inputs."""
 
     lanes: int
     time: int
@@ -51,6 +59,16 @@ class Tiling:
     depth: int = 0
     parts: int = 1
     fetch: int = 0
+    stripes: int = 0
+    stages: int = 2
+    early: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stripes * self.warps > 8:
+            raise ValueError(
+                f"expected at most 8 warps of programs that stay on a multiprocessor, not "
+                f"{self.stripes * self.warps}"
+            )
 
 
 @dataclass(frozen=True)
@@ -124,7 +142,7 @@ def tiling(program: Program, axis: int, lanes: int, length: int) -> Tiling:
     shifted = any(given.shift for given in program.inputs)
     if axis:
         if length > SHORT and lanes < ROWS:
-            return _shared_row(program, held, length)
+            return _stripes(program, held, lanes, length) or _shared_row(program, held, length)
         if length <= SHORT and not shifted:
             time = _power(length)
             few = max(1, min(_power(lanes), 1024 // time))
@@ -184,6 +202,22 @@ def _pieces(program: Program, tile: Tiling) -> int:
     return max(1, min(tile.time, 32 * tile.warps // beside))
 
 
+def _stripes(program: Program, held: int, lanes: int, length: int) -> Tiling | None:
+    """By programs that stay, where that was measured to be faster."""
+    sizes = {given.dtype.itemsize for given in program.inputs}
+    if program.reverse or held > 4 or scan_logsumexp.applies(program):
+        return None
+    if lanes > FEW or lanes * length < STAY:
+        return None
+    single = held == 2 and scan_text.words_of(program) == 1
+    if single and sizes == {2}:
+        return Tiling(1, 8192, 4, stripes=2, early=2, fetch=3)
+    if sizes != {4}:
+        return None
+    stages = 3 if scan_forms.has_positions(program.states, program.combine) else 2
+    return Tiling(1, 8192 if single else 4096, 4, stripes=2, stages=stages, fetch=2)
+
+
 def _shared_row(program: Program, held: int, length: int) -> Tiling:
     if held > 2 or scan_text.words_of(program) > 1:
         entries = 4096 if held <= 4 else 1024 if held > 6 else 2048
@@ -203,12 +237,15 @@ def plan(
     hint: Callable[[Size], int] = int,
     choice: Tiling | None = None,
     fetches: bool = True,
+    aligned: bool = True,
+    units: int = 132,
 ) -> Launch:
     """Lay out ``program`` over tensors of ``shape`` (no size 0) scanned along ``dim``.
 
     Strides are counted in elements; 0 where an input is broadcast. ``hint`` gives a likely value of
     a symbolic size: the tile is chosen by it, and is right for every value. ``fetches``: whether
-    the card can be asked for what will be read (``can_fetch``).
+    the card can be asked for what will be read (``can_fetch``). ``aligned``: whether all tensors
+    begin at multiples of 16 bytes (``are_aligned``). ``units``: multiprocessors of the card.
     """
     strides = [list(s) for s in (*input_strides, *output_strides)]
     lane_dims = _merged(shape, strides, dim)
@@ -222,11 +259,21 @@ def plan(
         lanes = lanes * size
     if choice is None:
         choice = tiling(program, axis, hint(lanes), hint(length))
-    if axis and choice.group:  # a piece of one lane
-        choice = replace(choice, lanes=1)
     kinds = tuple(
         (_kind(along[j]), *(_kind(row[j]) for _, row in lane_dims)) for j in range(len(strides))
     )
+    if choice.stripes and not (
+        axis
+        and fetches
+        and isinstance(lanes, int)  # as many programs as a card holds share them
+        and scan_stripes.applies(program, kinds)
+        and aligned
+        and _in_step(program, lane_dims, length)
+    ):
+        held = len(program.inputs) + len(program.states)
+        choice = _shared_row(program, held, hint(length))
+    if axis and choice.group:  # a piece of one lane
+        choice = replace(choice, lanes=1)
     ascending = choice.ascending and bool(axis)  # rows of a tile of columns lie apart anyway
     layout = scan_text.Layout(
         axis,
@@ -236,6 +283,8 @@ def plan(
         ascending,
         bool(axis and (choice.fetch and fetches if choice.group else choice.ahead)),
     )
+    if choice.stripes:
+        layout = replace(layout, shared=True, ahead=bool(choice.fetch), stripes=choice.early)
     values: dict[str, Any] = {"lanes": lanes, "length": length, "workspace": "workspace", "call": 1}
     values |= {f"n{i}": size for i, (size, _) in enumerate(lane_dims)}
     names = [f"x{i}" for i in range(len(program.inputs))]
@@ -258,7 +307,17 @@ def plan(
     if "PIECE" in scan_text.constants_of(program, layout):
         constants["PIECE"] = min(choice.time, 128 * choice.warps)
     words: Size = 0
-    if choice.group:
+    if choice.stripes:
+        programs = max(1, choice.stripes * units // lanes)
+        constants |= {"PROGRAMS": programs, "STAGES": choice.stages}
+        constants["PATIENCE"] = max(1, scan.PATIENCE // 8)  # all are there at once, or will be late
+        if layout.ahead:
+            constants["FETCH"] = choice.fetch
+        constants["WINDOW"] = _power(max(programs, 64 * choice.warps))
+        del constants["LANES"]
+        words = scan_text.words_of(program) * lanes * _cdiv(length, choice.time)
+        blocks = lanes * programs
+    elif choice.group:
         constants["GROUP"] = choice.group
         if axis:
             constants["PATIENCE"] = scan.PATIENCE
@@ -276,6 +335,31 @@ def plan(
     return Launch(
         scan_text.kernel(program, layout), (blocks, 1, 1), given, constants, choice.warps, words
     )
+
+
+def _in_step(program: Program, lanes: Sequence[tuple[Size, list[Size]]], length: Size) -> bool:
+    """Whether all whole tiles are known to begin at multiples of 16 bytes if tensors do."""
+    if program.reverse and not (isinstance(length, int) and length % 16 == 0):
+        return False
+    dtypes = [given.dtype for given in program.inputs] + list(program.outputs)
+    return all(
+        isinstance(stride, int) and stride * dtype.itemsize % 16 == 0
+        for _, row in lanes
+        for stride, dtype in zip(row, dtypes, strict=True)
+    )
+
+
+def are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are known to begin at multiples of 16 bytes."""
+    offsets = [(x.storage_offset(), x.itemsize) for x in tensors]
+    return all(isinstance(at, int) and at * size % 16 == 0 for at, size in offsets)
+
+
+def units(device: torch.device) -> int:
+    """Multiprocessors of a card; elsewhere as many as an H200 has."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def can_fetch(device: torch.device) -> bool:
@@ -323,6 +407,8 @@ def launch(
         dim,
         choice=choice,
         fetches=can_fetch(outputs[0].device),
+        aligned=are_aligned([*inputs, *outputs]),
+        units=units(outputs[0].device),
     )
     tensors = {f"x{i}": x for i, x in enumerate(inputs)} | {
         f"y{i}": y for i, y in enumerate(outputs)

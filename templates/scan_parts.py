@@ -18,7 +18,8 @@ class Layout:
     and the lane dimensions, outermost first: 0, 1, or None for an argument. ``shared``: a scan is
     cut among programs. ``ascending``: a reversed scan's tile is in the order of memory.
     ``ahead``: a program loads a tile before it is done with the last one; where a scan is cut, asks
-    for another's."""
+    for another's. ``stripes``: programs that share a scan have several tiles of it each, and
+    tell the total of one so many of their turns early; 0 where each has one tile."""
 
     axis: int
     lane_dims: int
@@ -26,6 +27,7 @@ class Layout:
     shared: bool
     ascending: bool
     ahead: bool
+    stripes: int = 0
 
     @property
     def flat(self) -> bool:

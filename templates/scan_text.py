@@ -15,7 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from . import scan, scan_columns, scan_forms, scan_logsumexp, scan_tile
+from . import scan, scan_columns, scan_forms, scan_logsumexp, scan_stripes, scan_tile
 from .scan_parts import TYPES as TYPES
 from .scan_parts import Layout as Layout
 from .scan_parts import indented, last_of, leaves
@@ -279,6 +279,7 @@ def text(program: Program, layout: Layout) -> str:
     given = ", ".join([f"{p}_ptr" for p in pointers] + numbers)
     constants = ", ".join(f"{c}: tl.constexpr" for c in constants_of(program, layout))
     shared = _shared if layout.axis else _shared_columns
+    shared = scan_stripes.body if layout.stripes else shared
     body = (shared if layout.shared else _looped)(program, layout)
     time = f"time = tl.arange(0, TIME){'' if layout.flat else '[None, :]'}"
     head = scan_columns.STEP if layout.shared else scan_columns.TIME
@@ -286,9 +287,11 @@ def text(program: Program, layout: Layout) -> str:
     parts = [_combine(program)]
     if scan_tile.by_masses(program, layout):
         parts.append(scan_tile.exact(program, layout))
-    if layout.shared and layout.ahead:
+    if layout.shared and layout.ahead and not layout.stripes:
         parts.append(scan_tile.fetched(program, layout))
-    if layout.shared:
+    if layout.stripes:
+        parts += [publish(program), *scan_stripes.functions(program, layout)]
+    elif layout.shared:
         parts += [publish(program), folded(program, layout)]
         parts += [announced(program, layout), before(program, layout)]
     name = f"scan_{'rows' if layout.axis else 'columns'}"
@@ -302,6 +305,8 @@ def text(program: Program, layout: Layout) -> str:
 
 def constants_of(program: Program, layout: Layout) -> list[str]:
     """Names of the entry's compile-time arguments."""
+    if layout.stripes:
+        return scan_stripes.constants_of(program, layout)
     shared = ["GROUP", "DEPTH", "SUPERS", "WINDOW"] if layout.shared else []
     shared += ["PATIENCE"] if layout.flat else []
     columns = ["PIECES", "RUN", "PARTS" if layout.shared else "STAGES"]

@@ -39,7 +39,9 @@ def lanes(layout: Layout) -> str:
     """What a program scans: its lanes, and the tile ``k`` if others scan some of them as well."""
     lane = "block * LANES + tl.arange(0, LANES)"
     lines = []
-    if not layout.shared:
+    if layout.stripes:
+        pass  # the program knows
+    elif not layout.shared:
         lines.append("block = tl.program_id(0).to(tl.int64)")
     elif not layout.lane_dims:
         lines += ["block = number * 0", "k = number"]
@@ -133,15 +135,18 @@ def _either(whole: str, part: str) -> str:
 def loads(program: Program, layout: Layout, to: str = "x", kept: str = "") -> str:
     """``kept``: how long the L2 is to keep what is read, if not as long as usual."""
     if layout.flat:
-        return _either(_loaded(program, layout, to, True), _loaded(program, layout, to, False))
-    return _loaded(program, layout, to, False, kept)
+        return _either(loaded(program, layout, to, True), loaded(program, layout, to, False))
+    return loaded(program, layout, to, False, "", kept)
 
 
-def _loaded(program: Program, layout: Layout, to: str, whole: bool, kept: str = "") -> str:
+def loaded(
+    program: Program, layout: Layout, to: str, whole: bool, there_is: str = "", kept: str = ""
+) -> str:
+    """The same of a tile that is known to be ``whole``, or not to be; if ``there_is`` one."""
     lines = []
     for i, (given, kinds) in enumerate(zip(program.inputs, layout.strides, strict=False)):
         free = whole or all(kind == 0 for kind in kinds[1:])
-        limits = [] if free else [live(layout)]
+        limits = [there_is] if there_is else [] if free else [live(layout)]
         if kinds[0] != 0 and not whole:
             limits.append(there(program, layout))
         ahead = given.shift if program.reverse else -given.shift  # in memory
@@ -180,16 +185,25 @@ def after(program: Program, before: str, there: str) -> str:
 
 
 def stores(program: Program, layout: Layout, kept: str = "") -> str:
-    policy = f', eviction_policy="{kept}"' if kept else ""
-    first = len(program.inputs)
-    stores = []
-    for i in range(len(program.outputs)):
-        where = pointers(f"y{i}", layout, layout.strides[first + i])
-        stores.append(f"tl.store({where}, y{i}, inside{policy})")
-    part = "\n".join(stores)
+    part = _stores(program, layout, False, kept)
     if layout.flat:
-        part = _either(part.replace(", inside)", ")"), part)
+        part = _either(_stores(program, layout, True), part)
     return f"{program.consume}\n{part}"
+
+
+def stored(program: Program, layout: Layout, whole: bool) -> str:
+    """The same of a tile that is known to be ``whole``, or not to be."""
+    return f"{program.consume}\n{_stores(program, layout, whole)}"
+
+
+def _stores(program: Program, layout: Layout, whole: bool, kept: str = "") -> str:
+    policy = f', eviction_policy="{kept}"' if kept else ""
+    mask = "" if whole else ", inside"
+    stores = []
+    for i, kinds in enumerate(layout.strides[len(program.inputs) :]):
+        where = pointers(f"y{i}", layout, kinds)
+        stores.append(f"tl.store({where}, y{i}{mask}{policy})")
+    return "\n".join(stores)
 
 
 def end(program: Program, layout: Layout) -> str:
@@ -222,7 +236,7 @@ def numbers(program: Program, layout: Layout) -> list[str]:
     return [n for n in arguments(program, layout) if n not in names]
 
 
-def _lane_names(program: Program, layout: Layout) -> list[str]:
+def lane_names(program: Program, layout: Layout) -> list[str]:
     """What one has to know of a lane to reach its elements."""
     lane = ["lane", "live", *(f"i{i}" for i in range(layout.lane_dims))]
     return [*(f"{n}_ptr" for n in names_of(program)), *numbers(program, layout), *lane]
@@ -245,7 +259,7 @@ def exact(program: Program, layout: Layout) -> str:
     ]
     return f"""@triton.jit
 def exact(
-    {", ".join(_lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
+    {", ".join(lane_names(program, layout))}, k, there, {c}, STORE: tl.constexpr,
     TILE: tl.constexpr, TIME: tl.constexpr
 ):
     time = tl.arange(0, TIME){time}
@@ -259,6 +273,6 @@ def exact(
 def exactly(
     program: Program, layout: Layout, to: str, k: str, there: str, store: bool, state: str = ""
 ) -> str:
-    given = ", ".join(_lane_names(program, layout))
+    given = ", ".join(lane_names(program, layout))
     state = state or leaves(to, program)
     return f"{leaves(to, program)} = exact({given}, {k}, {there}, {state}, {store}, TIME, PIECE)"

@@ -24,6 +24,23 @@ def publish(program: Program) -> str:
     )
 
 
+def states_of(program: Program) -> str:
+    """From words ``w`` to states ``s``."""
+    lines, word = [], 0
+    for i, kind in enumerate(program.states):
+        low = f"get(w{word})"
+        if BITS[kind] == 2:
+            both = f"joined({low}, get(w{word + 1}))"
+            lines.append(
+                f"s{i} = {both}{'.to(tl.float64, bitcast=True)' if kind == 'fp64' else ''}"
+            )
+        else:
+            cast = "tl.float32, bitcast=True" if kind == "fp32" else f"tl.{TYPES[kind]}"
+            lines.append(f"s{i} = {low}.to({cast})")
+        word += BITS[kind]
+    return "\n".join(lines)
+
+
 def folded(program: Program, layout: Layout) -> str:
     """The published states at ``at``, a window's first ``count``, combined in this order, and
     the first of the tiles ``first`` whose words are still missing after ``patience`` looks
@@ -53,18 +70,7 @@ def folded(program: Program, layout: Layout) -> str:
     ]
     if layout.axis:
         lines += ["if wait != 0:", "    late = tl.min(tl.where(missing, first, k))"]
-    word = 0
-    for i, kind in enumerate(program.states):
-        low = f"get(w{word})"
-        if BITS[kind] == 2:
-            both = f"joined({low}, get(w{word + 1}))"
-            lines.append(
-                f"s{i} = {both}{'.to(tl.float64, bitcast=True)' if kind == 'fp64' else ''}"
-            )
-        else:
-            cast = "tl.float32, bitcast=True" if kind == "fp32" else f"tl.{TYPES[kind]}"
-            lines.append(f"s{i} = {low}.to({cast})")
-        word += BITS[kind]
+    lines.append(states_of(program))
     lines.append(scanned_by(program, layout.along, False))
     lines.append(last_of(program, "s", "j == count - 1", layout))
     lines.append(f"return {leaves('s', program)}, late")

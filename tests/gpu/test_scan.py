@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from inductor_ext.templates import scan
 
 from inductor_ext import measure, ops
@@ -43,9 +45,9 @@ def leaves(out):
     return out if isinstance(out, tuple) else (out,)
 
 
-def every_kind():
+def every_kind(shapes=SHAPES):
     """(what is computed, its inputs): one and two states, 1-D, rows and columns."""
-    for shape, dim in SHAPES:
+    for shape, dim in shapes:
         x, a = drawn(shape, FP32), torch.rand(shape, device="cuda")
         yield lambda x, dim=dim: ops.scan(x, "sum", dim), (x,)
         yield lambda x, dim=dim: ops.scan(x, "cummax", dim, True), (x,)
@@ -71,6 +73,27 @@ def test_on_a_card_full_of_other_work():
         torch.cuda.synchronize()
         for found in results:
             assert all(map(torch.equal, found, alone))
+
+
+@triton.jit
+def holding(x, turns):
+    values = tl.load(x + tl.arange(0, 1024))
+    for _ in range(turns):
+        values = values * 1.000001 + 0.5
+    tl.store(x + tl.arange(0, 1024), values)
+
+
+def test_few_programs_run_at_a_time():
+    """Programs that stay are as many as an idle card holds: here others hold most of it for some
+    milliseconds, and who runs computes what the late ones would have told."""
+    some, busy = torch.ones(1024, device="cuda"), torch.cuda.Stream()
+    for fn, args in every_kind(SHAPES[:1]):
+        alone = leaves(fn(*args))
+        torch.cuda.synchronize()
+        for _ in range(3):
+            with torch.cuda.stream(busy):
+                holding[(200,)](some, 300_000, num_warps=32)
+            assert all(map(torch.equal, alone, leaves(fn(*args))))
 
 
 def test_who_does_not_wait_computes_the_same_bits(monkeypatch):

@@ -76,3 +76,14 @@ def test_a_long_row_asks_for_what_will_be_read(reverse):
     )
     assert asking.ptx.count("cp.async.bulk.prefetch.L2") == len(program.inputs)
     assert "cp.async.bulk" not in without.ptx
+
+
+def test_as_many_programs_stay_as_a_multiprocessor_holds():
+    """And a tile's inputs come by copies of 16 bytes, the totals of others by ordinary loads."""
+    program = programs.scan(FP32, False, "cummax", False, False, FP32, True)
+    tile = scan_launch.tiling(program, 1, 1, 1 << 28)
+    binary = kernel(program, (1 << 28,), 0, [FP32])
+    registers = -(-binary.registers // 8) * 8 * 32 * tile.warps
+    assert tile.stripes * registers <= 65536 and binary.spills == 0
+    assert tile.stripes * (binary.shared_bytes + 1024) <= 227 * 1024
+    assert "cp.async.cg" in binary.ptx and "cp.async.ca" not in binary.ptx

@@ -24,12 +24,18 @@ WAYS = {
     "shared, by addresses": Tiling(1, 2, 1, 2, False),
     "shared, groups of 3, the last one by tiles": Tiling(2, 2, 1, 3, depth=1),
 }
+STRIPES = Tiling(1, 4, 1, stripes=1, fetch=3, early=2)
 # a thread has two or four neighbouring positions
 COLUMNS = {
     "looped": Tiling(32, 8, 1),
     "looped, loaded ahead": Tiling(32, 16, 1, ahead=2),
     "chunks, read again": Tiling(32, 8, 1, 2, parts=2),
 }
+
+
+@pytest.fixture(autouse=True)
+def two_multiprocessors(monkeypatch):
+    monkeypatch.setattr(scan_launch, "units", lambda device: 2)
 
 
 def program(name, dtype, reverse=False):
@@ -43,6 +49,8 @@ def program(name, dtype, reverse=False):
         inputs, outputs, consume = (Input(dtype),), (dtype,), "y0 = s0"
     if name == "cummax":
         outputs, consume = (dtype, INT64), "y0 = s0\ny1 = s1"
+    if name == "logsumexp":
+        consume = f"y0 = {scan_forms.LOGARITHM}"
     return Program(inputs, outputs, form.states, produce, form.combine, consume, reverse)
 
 
@@ -76,6 +84,44 @@ def test_columns_in_pieces_agree_with_torch(way, reverse):
     agrees_with_torch(COLUMNS[way], (51, 3), 0, reverse)
 
 
+@pytest.mark.parametrize(
+    ("shape", "reverse"), [((13,), False), ((16,), True), ((2, 16), True), ((3,), False)]
+)
+def test_stripes_agree_with_torch(shape, reverse, monkeypatch):
+    monkeypatch.setattr(scan_module, "PATIENCE", 2)  # programs run one after the other
+    agrees_with_torch(STRIPES, shape, len(shape) - 1, reverse)
+
+
+def test_who_computed_one_total_goes_on_with_its_own_tiles(monkeypatch):
+    words = torch.zeros(64, dtype=INT64)
+    monkeypatch.setattr(scan_launch, "workspace", lambda *_: (words, 1))
+    monkeypatch.setattr(scan_module, "PATIENCE", 2)
+    x = torch.randint(-9, 9, (38,)).float()
+    for missing in (slice(None), 1):
+        words[missing] = 0
+        (got,) = run(program("sum", FP32), [x], 0, STRIPES)
+        assert torch.equal(got, x.cumsum(0)) and words[1] != 0
+
+
+def test_where_programs_stay():
+    def stays(shape, *strides, reverse=False, dim=-1, **given):
+        strides = strides or (torch.empty(shape).stride(),) * 2
+        laid = scan_launch.plan(
+            program("sum", FP32, reverse), shape, strides[:1], strides[1:], dim % len(shape),
+            choice=STRIPES, units=6, **given,
+        )  # fmt: skip
+        return laid.constants.get("PROGRAMS")
+
+    assert stays((4096,)) == 6 and stays((4095,)) == 6 and stays((2, 4096)) == 3
+    assert stays((9, 4096)) == 1  # more rows than there are programs
+    assert stays((4096,), reverse=True) and not stays((4095,), reverse=True)
+    assert not stays((4096,), aligned=False) and not stays((4096,), fetches=False)
+    assert not stays((2, 4095)) and not stays((4096, 3), dim=0)
+    assert not stays((4096,), (2,), (1,)) and stays((4096,), (0,), (1,))
+    with pytest.raises(ValueError, match="at most 8 warps of programs that stay"):
+        Tiling(1, 4096, 8, stripes=2)  # all have to be on the card at once
+
+
 def agrees_with_torch(tile, shape, dim, reverse):
     turned = (lambda x: x.flip(dim)) if reverse else (lambda x: x)
     x, a = torch.randint(-9, 9, shape), torch.randint(0, 3, shape).double()
@@ -107,8 +153,11 @@ def shuffled(n):
     ("name", "shape", "dim", "reverse", "tile"),
     [
         ("sum", (37,), 0, False, Tiling(1, 2, 1, 2)),
-        ("affine", (50,), 0, True, Tiling(1, 2, 1, 2, depth=2)),
+        ("affine", (34,), 0, True, Tiling(1, 2, 1, 2, depth=2)),
         ("sum", (17, 3), 0, True, Tiling(2, 2, 1, 2, depth=1)),
+        ("sum", (19,), 0, False, STRIPES),
+        ("affine", (16,), 0, True, STRIPES),
+        ("logsumexp", (2, 16), 1, False, STRIPES),
     ],
 )
 def test_programs_that_start_in_any_order_end(name, shape, dim, reverse, tile, order, monkeypatch):
@@ -116,8 +165,8 @@ def test_programs_that_start_in_any_order_end(name, shape, dim, reverse, tile, o
     a tile's total, its bits are the same."""
     scan = program(name, FP32, reverse)
     inputs = [torch.rand(shape) for _ in scan.inputs]
-    expected = run(scan, inputs, dim, tile)
     monkeypatch.setattr(scan_module, "PATIENCE", 2)
+    expected = run(scan, inputs, dim, tile)
     for mine, theirs in zip(run(scan, inputs, dim, tile, order), expected, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -130,12 +179,20 @@ def reading(some, address, size):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("shape", "dim"), [((3, 37), 1), ((2, 33, 2), 1)])
-def test_what_is_asked_for_is_in_the_tensors(shape, dim, reverse, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "dim", "tile"),
+    [
+        ((2, 29), 1, Tiling(1, 8, 1, 2, fetch=2)),
+        ((2, 17, 2), 1, Tiling(1, 8, 1, 2, fetch=2)),
+        ((2, 48), 1, Tiling(1, 8, 1, stripes=1, fetch=1)),
+    ],
+)
+def test_what_is_asked_for_is_in_the_tensors(shape, dim, tile, reverse, monkeypatch):
     """Reads outside of what a kernel was given raise in the interpreter."""
     scan_text.kernel.cache_clear()
     monkeypatch.setattr(scan_module, "fetch", reading)
-    agrees_with_torch(Tiling(1, 8, 1, 2, fetch=2), shape, dim, reverse)
+    monkeypatch.setattr(scan_module, "PATIENCE", 8)
+    agrees_with_torch(tile, shape, dim, reverse)
     scan_text.kernel.cache_clear()
 
 

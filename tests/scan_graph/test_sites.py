@@ -164,6 +164,14 @@ def test_a_long_scan_of_any_length(decision, run, caplog):
         assert torch.equal(run(code, x), x.cumsum(0))
 
 
+@pytest.mark.codegen
+def test_a_longer_one_has_programs_that_stay(caplog):
+    """As many of them as an H200 holds, whatever the length."""
+    code = compile_for("h200", lambda x: x.cummax(0), meta(1 << 28))
+    assert "'PROGRAMS': 264" in code.source
+    assert "every input is mutated" not in caplog.text
+
+
 def test_a_small_combine_of_leaves_whose_sizes_vary(run):
     """Torch 2.11 can't lower it: it is given the sizes."""
     a, x = torch.rand(4, 9), torch.randn(4, 9)
