@@ -66,7 +66,8 @@ class Form:
     gradient it stores for each pair, ``stored``: through descriptors. ``merged``: one loop over
     all tiles, whose mask is a branch, in place of one over whole tiles and one over the others.
     ``early``: dP is made before p, so that the other products follow one another. ``streamed``: the
-    inputs along rows only that the keys kernel reads through descriptors."""
+    inputs along rows only that the keys kernel reads through descriptors. ``lost``: only of tiles
+    with a row, or of heads with one, that a likely program has left out."""
 
     head: int
     value: int
@@ -83,6 +84,7 @@ class Form:
     merged: bool = False
     early: bool = False
     streamed: tuple[int, ...] = ()
+    lost: bool = False
 
     @property
     def again(self) -> bool:
@@ -199,6 +201,7 @@ def _given(program: Program, form: Form) -> list[str]:
     """Parameters of every kernel behind its own."""
     documents = ["doc_ptr", "doc_b", "doc_h"] if program.documents else []
     more = [*documents, *dropout.parameters(program)]
+    more += ["lost_ptr"] if form.lost else []
     return [*more, *score_parameters(program, form.described), *SIZES]
 
 
@@ -342,9 +345,8 @@ def _keys(program: Program, form: Form) -> str:
         ends.append(result.at("b", "kv_head"))
         for i in which:
             ends.append(result.store(i, "k_start", "BLOCK_N", "columns", f"{name}{i}{factor}"))
-    return joined(
-        _place("k", "columns", "BLOCK_N", False),
-        *_batch_and_head(program),
+    place = joined(_place("k", "columns", "BLOCK_N", False), *_batch_and_head(program))
+    return _if_lost(form, place, "tl.load(lost_ptr + b * kv_heads + kv_head)", joined(
         "ql = tl.arange(0, BLOCK_M)[None, :]",
         "kl = tl.arange(0, BLOCK_N)[:, None]",
         "keys = k_start + tl.arange(0, BLOCK_N)",
@@ -359,7 +361,11 @@ def _keys(program: Program, form: Form) -> str:
         "for member in range(0, group):",
         indented(head),
         *ends,
-    )
+    ))  # fmt: skip
+
+
+def _if_lost(form: Form, place: str, lost: str, rest: str) -> str:
+    return joined(place, f"if {lost} > 0:", indented(rest)) if form.lost else joined(place, rest)
 
 
 def _batch_and_head(program: Program) -> list[str]:
@@ -500,9 +506,9 @@ def _rows(program: Program, form: Form) -> str:
         if not form.stored:
             first = "tl.cast(pair_row, tl.int64) * pair_step"
             some += [f"pair{i}_at = pair{i}_ptr + {first}" for i in form.pairs]
-    return joined(
-        _place("q", "rows", "BLOCK_M", True),
-        *some,
+    lost = "lost_ptr + tl.cast(b * heads + h, tl.int64) * padded + q_start + tl.arange(0, BLOCK_M)"
+    place = joined(_place("q", "rows", "BLOCK_M", True), *some)
+    return _if_lost(form, place, f"tl.max(tl.load({lost}), 0)", joined(
         "kv_head = h // group",
         "ql = tl.arange(0, BLOCK_M)[:, None]",
         "kl = tl.arange(0, BLOCK_N)[None, :]",
@@ -528,7 +534,7 @@ def _rows(program: Program, form: Form) -> str:
         _unkept_pairs(program, form),
         *ends,
         _corrected(form),
-    )
+    ))  # fmt: skip
 
 
 @functools.cache
