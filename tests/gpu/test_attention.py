@@ -359,3 +359,48 @@ def test_least_numbers_beside_a_bias(lost, poison):
     assert all(map(torch.equal, mine, again))
     right = results(formula, [t.double() for t in tensors])
     judge(mine, right, results(formula, tensors), BF16)
+
+
+@pytest.mark.parametrize("form", ["added", "filled", "two ways"])
+def test_rows_masked_throughout_by_a_number(form, poison):
+    """Such rows are uniform, in every gradient, also where the number is written in two ways."""
+    fill = torch.finfo(BF16).min if form == "filled" else -1e9
+    tensors = draw(1, 4, 2, 1000, 1000, 128, 128)
+    mask = torch.zeros(1, 1, 1000, 1000, device=CARD)
+    mask[:, :, 500:504, : 300 if form == "two ways" else 1000] = fill
+    mask[:, :, 700:, :64] = fill
+    at = torch.arange(1000, device=CARD)
+
+    def score(s, b, h, q, k, *x):
+        there = (q >= 500) & (q < 504)
+        if form == "added":
+            return s + x[0]
+        if form == "filled":
+            return torch.where(there, fill, s)
+        return torch.where(there & (k >= 300), fill, s + x[0])
+
+    inputs = () if form == "filled" else (mask,)
+
+    def ours(q, k, v):
+        return ops.attention(q, k, v, score_mod=score, score_inputs=inputs)
+
+    def formula(q, k, v):
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        s = (q @ k.mT).to(torch.promote_types(q.dtype, FP32)) * 128**-0.5
+        s = score(s, None, None, at[:, None], at[None, :], *inputs)
+        return s.float().softmax(-1).to(q.dtype) @ v
+
+    seed = torch.randn_like(tensors[0])
+
+    def results(fn, tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = fn(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
+
+    poison()
+    mine, again = results(ours, tensors), results(ours, tensors)
+    assert all(map(torch.equal, mine, again))
+    right, eager = results(formula, [t.double() for t in tensors]), results(formula, tensors)
+    judge(mine, right, eager, BF16)
+    rows = slice(500, 504)  # of small gradients: judged by themselves
+    judge(*([t[:, :, rows] for t in found[:2]] for found in (mine, right, eager)), BF16)
