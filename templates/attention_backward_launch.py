@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -161,9 +162,9 @@ class _Backward:
         self, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         inputs: Sequence[Tensor], numbers: Sequence[int], program: Program, out: Tensor,
         lse: Tensor, precision: str, keep_dlse: bool = False, dropout: Dropout | None = None,
-        again: bool = False,
     ) -> None:  # fmt: skip
-        self.dropout, self.lost = dropout, None
+        self.dropout = dropout
+        self.lost: Tensor | None = None  # rows that a likely program leaves out
         self.program, self.inputs, self.numbers = program, inputs, numbers
         self.q, self.k, self.v, self.do = map(dense, (q, k, v, do))
         self.batches, self.heads, self.rows = q.shape[:3]
@@ -184,7 +185,7 @@ class _Backward:
         )
         self.delta = self.fp32(2, *q.shape[:2], self.padded)
         self.dlse = self.fp32(*q.shape[:2], self.padded) if keep_dlse else None
-        if again:
+        if program.likely is not None:
             self.lost = torch.empty_like(self.delta[0], dtype=torch.int32)
         if attention_far.applies(program):
             shift, factor = self._far(lse.contiguous())
@@ -195,6 +196,15 @@ class _Backward:
             self.delta[1][..., : self.rows].copy_(shift)
         else:
             self._statistics(dense(out), lse.contiguous(), dlse)
+
+    def likely(self, lse: Tensor) -> _Backward:
+        """The same of the likely program, for which the rows that it leaves out have no keys."""
+        call = copy.copy(self)
+        assert self.program.likely is not None
+        call.program, call.lost = self.program.likely, None
+        call.delta = self.delta.clone()
+        call.delta[1][..., : self.rows].masked_fill_(lse < LOWEST, math.inf)
+        return call
 
     def _far(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """lse2 and factors, also of rows far from 0."""
@@ -482,19 +492,14 @@ def backward(
         return dq, dk, dv, grads
     by_rows = any(gradient_axis(program.inputs[i].axes) == "rows" for i in wanted)
 
-    def made(program: Program, lse: Tensor, again: bool = False) -> _Backward:
-        return _Backward(
-            do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows, dropout,
-            again,
-        )  # fmt: skip
-
+    call = _Backward(
+        do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows, dropout
+    )
     again = None
-    if program.likely is not None:  # the rows that it leaves out have no keys for it
-        again = made(program, lse, True)
-        keys_again = keys or keys_tiling.rule(program, dtype, head, value)
-        rows_again = rows or rows_tiling.rule(program, dtype, head, value)
-        program, lse = program.likely, lse.masked_fill(lse < LOWEST, -math.inf)
-    call = made(program, lse)
+    if program.likely is not None:
+        again, call, program = call, call.likely(lse), program.likely
+        keys_again = keys or keys_tiling.rule(again.program, dtype, head, value)
+        rows_again = rows or rows_tiling.rule(again.program, dtype, head, value)
     sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}}
     pairs: dict[int, Tensor] = {}
     for i in wanted:

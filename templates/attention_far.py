@@ -86,7 +86,7 @@ def _again(program: Program, layout: Layout) -> str:
         tiles.head,
         tiles.full(one("full")),
         tiles.partial(one("partial")),
-        f'far = (tl.abs(lse) > {FAR}) & (l > 0) & (lse != float("-inf"))',
+        f"far = (tl.abs(lse) > {FAR}) & (l > 0)",
         "shift = tl.where(far, m, shift)",
         "factor = tl.where(far, 1.0 / l, factor)",
     )
