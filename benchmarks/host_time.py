@@ -125,7 +125,7 @@ def operations(size: tuple[int, ...]) -> tuple[dict[str, float], dict[str, float
 
 def measured(size: tuple[int, ...], training: bool, plugin: bool) -> dict[str, Any]:
     import torch
-    from inductor_ext.lowerings import attention_sites as sites
+    from inductor_ext.lowerings import attention_replacement as sites
 
     import inductor_ext
 

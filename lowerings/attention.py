@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings import attention_columns as columns
+from inductor_ext.lowerings import attention_replacement as replacing
 from inductor_ext.lowerings import attention_sites as found
 from inductor_ext.lowerings.attention_calls import calls
 from inductor_ext.lowerings.attention_places import NoPlace
@@ -26,7 +27,7 @@ from inductor_ext import compat_fx, registry, shadow
 from inductor_ext.ops import _attention_score as attention_score
 from inductor_ext.ops import _attention_translate as attention_translate
 
-NAME = found.NAME
+NAME = replacing.NAME
 _SOFTMAXES = ("softmax", "exp", "logsumexp", "log_softmax", "_softmax")
 
 
@@ -64,12 +65,12 @@ def _replacement(site: Any) -> Replacement:
         found.read(site)
         uses = _uses(site)
         try:
-            return found.replacement(found.plan(site), _text, uses)
+            return replacing.replacement(replacing.plan(site), _text, uses)
         except NoSite as first:
             # Perhaps a mask as the program has it will do.
             try:
                 found.read(site, whole=True)
-                return found.replacement(found.plan(site), _text, uses)
+                return replacing.replacement(replacing.plan(site), _text, uses)
             except NoSite:
                 raise first from None
     except NoPlace as reason:
@@ -78,7 +79,7 @@ def _replacement(site: Any) -> Replacement:
 
 def _uses(site: Any) -> Any:
     """What else than attention's result is made of its weights; None where nothing is."""
-    if found.is_trained(site) or site.weights.dropout:
+    if replacing.is_trained(site) or site.weights.dropout:
         return None
     sums = columns.found(site)
 
@@ -133,7 +134,7 @@ def rewrite(graph: Any) -> None:
             if isinstance(plan, NoSite):
                 raise plan
             if plan is not None:
-                done.append(found.replacement(plan, _text))
+                done.append(replacing.replacement(plan, _text))
         except (NoPlace, NoSite) as reason:
             leave(NAME, describe(NAME, seen.of.get(call, call), shadow.value_of(call)), str(reason))
     apply(seen, graph, _apart(done))

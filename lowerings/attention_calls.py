@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from inductor_ext.lowerings.attention_places import Axes, Index, Place, dtype_of, equal
+from inductor_ext.lowerings.attention_replacement import Plan, operands
 from inductor_ext.lowerings.attention_scores import Scores
-from inductor_ext.lowerings.attention_sites import Plan, Site, is_call, operands
+from inductor_ext.lowerings.attention_sites import Site, is_call
 from inductor_ext.lowerings.attention_softmax import Weights, check_dropout
 from inductor_ext.lowerings.attention_values import Call, Number, Position, Product, Value
 from inductor_ext.lowerings.mhc_entries import aten, shape_of

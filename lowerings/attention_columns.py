@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from inductor_ext.lowerings.attention_operands import Sizes, arranged, straight
 from inductor_ext.lowerings.attention_places import Axes, NoPlace, Place, dtype_of, same
-from inductor_ext.lowerings.attention_sites import Emitted, Plan, Site, repeated
+from inductor_ext.lowerings.attention_replacement import Emitted, Plan, repeated
+from inductor_ext.lowerings.attention_sites import Site
 from inductor_ext.lowerings.mhc_entries import aten, shape_of
 from inductor_ext.lowerings.sites import Program
 

@@ -63,7 +63,8 @@ _TUNED = {"scaled": "section_bytes", "warps": "", "stages": "stages", "flipped":
 @tunable("attention", "backward_keys_gluon", "rows columns heads", **_TUNED)
 def keys_tile(program: Program, d: int) -> Tile:
     """Of dk and dv; ``d``: the wider of D and Dv."""
-    return Tile(stages=4)
+    matrix = any({"q", "k"} <= set(x.axes) for x in program.inputs)
+    return Tile(stages=3 if matrix else 4)
 
 
 @tunable("attention", "backward_rows_gluon", "rows columns heads", **_TUNED)
@@ -82,7 +83,7 @@ def takes(
 ) -> bool:  # fmt: skip
     """Whether the launch of a part takes these arguments; ``pairs``: the inputs whose gradient is
     stored for each pair. Reads no values and launches nothing."""
-    copied = staged(program, inputs) if part == "rows" else ()
+    copied = copied_by(part, program, inputs)
     loop = "k" if part == "rows" else "q"
     return (
         applies(q, k, v, program)
@@ -93,6 +94,14 @@ def takes(
         and _matrices_fit(inputs, program, copied)
         and (not pairs or _storable(q, inputs, program, pairs))
     )
+
+
+def copied_by(part: str, program: Program, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+    """The inputs that a part's kernel copies into shared memory, those along the loop's axis."""
+    if part == "columns":
+        return ()
+    found = staged(program, inputs)
+    return found if part == "rows" else tuple(i for i in found if "q" in program.inputs[i].axes)
 
 
 def _matrices_fit(inputs: Sequence[Tensor], program: Program, copied: tuple[int, ...]) -> bool:
@@ -220,8 +229,12 @@ def launch_keys(
     arguments = _common(
         q, k, v, do, inputs, numbers, program, tile, (tile.streamed, tile.held)
     )  # fmt: skip
+    copied = copied_by("keys", program, inputs)
+    maps = staged_maps(program, inputs, copied, tile.streamed, tile.held)
     line = [1, 1, 1, tile.streamed]
     arguments |= {
+        "x0_desc": maps[0] if maps else None,
+        "STAGED_BYTES": staged_bytes(maps, tile.consumers),
         "shift_desc": described(shift.unsqueeze(2), line),
         "delta_desc": described(delta.unsqueeze(2), line),
         "dk_desc": described(dk, [1, 1, tile.held, dk.shape[3]]),
@@ -230,7 +243,7 @@ def launch_keys(
     }
     each = triton.cdiv(k.shape[2], tile.held * tile.consumers)
     grid, who = schedule("key", each, heads, streamed, tile, multiprocessors, delta)
-    return kernels("keys", program).attention_keys_gluon, grid, arguments | who
+    return kernels("keys", program, copied).attention_keys_gluon, grid, arguments | who
 
 
 def launch_rows(
@@ -249,7 +262,7 @@ def launch_rows(
     arguments = _common(
         q, k, v, do, inputs, numbers, program, tile, (tile.held, tile.streamed)
     )  # fmt: skip
-    copied = staged(program, inputs)
+    copied = copied_by("rows", program, inputs)
     maps = staged_maps(program, inputs, copied, tile.held, tile.streamed)
     arguments |= {f"x{j}_desc": maps[j] if j < len(maps) else None for j in range(MOST_STAGED)}
     arguments |= {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,123 +15,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import attention_backward_gluon_launch as gluon
 from . import attention_documents, attention_far, attention_forward, attention_gluon_launch
-from .attention_backward import (
-    Form,
-    gradient_axis,
-    keys_kernel,
-    rows_kernel,
-)
+from .attention_backward import Form, gradient_axis
+from .attention_backward_keys import keys_kernel
+from .attention_backward_rows import rows_kernel
 from .attention_backward_sums import statistics_kernel, sums_kernel
+from .attention_backward_tilings import (
+    Tiling,
+    fitted,
+    keys_tiling,
+    rows_tiling,
+    shared_bytes,
+    width,
+)
 from .attention_dropout import Dropout
 from .attention_launch import dense, products
-from .attention_program import Program
+from .attention_program import LOWEST, Program
 from .attention_text import DESCRIBED, Operand, by_tma, describable, pieces, score_values
-from .tilings import tunable
 
 ROWS = 128  # the most query rows or keys of a tile
 SUMMED = 16, 128  # the rows and keys whose sums a program makes
 PAIR_BYTES = 1 << 29  # of gradients for single pairs that are in memory at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """Query rows and keys of a tile, warps, pipeline stages; ``merged``, ``early``: as in ``Form``;
-    ``near``: MiB that heads which take turns stream, which should stay in the L2; ``apart``: dk and
-    dv by two launches, of half the registers each."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    merged: bool = False
-    early: bool = False
-    near: int = 32
-    apart: bool = False
-
-
-_FIELDS = {"scaled": "block_m block_n near", "stages": "stages", "flipped": "merged"}
-
-
-def _width(dim: int) -> int:
-    return sum(piece.size for piece in pieces(dim))
-
-
-@tunable("attention", "backward_keys", "rows columns heads", **_FIELDS)
-def keys_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> Tiling:
-    """Of dk and dv. Small tiles, two programs on a multiprocessor, hide the beginnings and ends of
-    programs that are short or unlike; where all is kept wide ones read less (measured at 128)."""
-    widest = max(_width(head), _width(value))
-    if dtype == torch.float32:
-        rows = 32 if widest <= 128 else 16
-        return Tiling(rows, 64, 8, 1, merged=True, apart=widest > 64)
-    if widest > 256:
-        return Tiling(32, 64, 8, 1, apart=True)
-    if widest > 128:
-        return Tiling(64, 64, 8, 2, merged=True, early=True)
-    if program.dropout:  # draws take registers too
-        return Tiling(32 if widest > 64 else 64, 64, 4, 2, merged=True)
-    if not program.keep and widest > 64 and not _matrix(program):
-        return Tiling(64, 128, 8, 3)
-    return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=_short(program))
-
-
-@tunable("attention", "backward_rows", "rows columns heads", **_FIELDS)
-def rows_tiling(program: Program, dtype: torch.dtype, head: int, value: int) -> Tiling:
-    """Of dq."""
-    widest = max(_width(head), _width(value))
-    if dtype == torch.float32:
-        return Tiling(64, 32 if widest <= 128 else 16, 8, 1, merged=True)
-    if widest > 256:
-        return Tiling(64, 32, 8, 1, merged=True)
-    if widest > 128:
-        return Tiling(64, 64, 8, 2, merged=True)
-    if _short(program):
-        return Tiling(64, 64, 4, 2 if widest > 64 else 3, merged=True)
-    if _matrix(program) and widest > 64:
-        return Tiling(64, 32, 4, 3)
-    return Tiling(128, 64, 8, 3) if widest > 64 else Tiling(64, 64, 4, 3)
-
-
-def _matrix(program: Program) -> bool:
-    """Whether the score reads something along rows and keys."""
-    return any({"q", "k"} <= set(given.axes) for given in program.inputs)
-
-
-def _short(program: Program) -> bool:
-    """Whether loops are short wherever they are, so that one is better than two."""
-    return program.documents is not None
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program can have."""
-    if device.type != "cuda":
-        return 227 << 10
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def fitted(
-    chosen: Tiling, held: int, moving: int, pair: int, limit: int, keys_held: bool
-) -> Tiling:
-    """The tiling, or one with fewer stages, then fewer rows or keys, whose tiles fit into ``limit``
-    bytes: ``held`` bytes of a row or key of the tile that stays (a tile of keys if ``keys_held``),
-    ``moving`` of one that is streamed, ``pair`` of a pair of both."""
-    while True:
-        stays, streams = chosen.block_m, chosen.block_n
-        if keys_held:
-            stays, streams = streams, stays
-        each = moving * streams + pair * stays * streams
-        exchanged = 2 * stays * streams + 2048
-        if held * stays + each * chosen.stages + exchanged <= limit:
-            return chosen
-        if chosen.stages > 1:
-            chosen = dataclasses.replace(chosen, stages=chosen.stages - 1)
-        elif max(stays, streams) == 16:
-            return chosen
-        elif (stays >= streams) != keys_held:
-            chosen = dataclasses.replace(chosen, block_m=chosen.block_m // 2)
-        else:
-            chosen = dataclasses.replace(chosen, block_n=chosen.block_n // 2)
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -163,6 +65,7 @@ class _Backward:
         lse: Tensor, precision: str, keep_dlse: bool = False, dropout: Dropout | None = None,
     ) -> None:  # fmt: skip
         self.dropout = dropout
+        self.lost: Tensor | None = None  # rows that a likely program leaves out
         self.program, self.inputs, self.numbers = program, inputs, numbers
         self.q, self.k, self.v, self.do = map(dense, (q, k, v, do))
         self.batches, self.heads, self.rows = q.shape[:3]
@@ -183,6 +86,8 @@ class _Backward:
         )
         self.delta = self.fp32(2, *q.shape[:2], self.padded)
         self.dlse = self.fp32(*q.shape[:2], self.padded) if keep_dlse else None
+        if program.likely is not None:
+            self.lost = torch.empty_like(self.delta[0], dtype=torch.int32)
         if attention_far.applies(program):
             shift, factor = self._far(lse.contiguous())
             scaled = torch.empty_like(self.do)  # in one pass, rounded once
@@ -192,6 +97,15 @@ class _Backward:
             self.delta[1][..., : self.rows].copy_(shift)
         else:
             self._statistics(dense(out), lse.contiguous(), dlse)
+
+    def likely(self, lse: Tensor) -> _Backward:
+        """The same of the likely program, for which the rows that it leaves out have no keys."""
+        call = copy.copy(self)
+        assert self.program.likely is not None
+        call.program, call.lost = self.program.likely, None
+        call.delta = self.delta.clone()
+        call.delta[1][..., : self.rows].masked_fill_(lse < LOWEST, math.inf)
+        return call
 
     def _far(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """lse2 and factors, also of rows far from 0."""
@@ -207,7 +121,10 @@ class _Backward:
         tma: Any = self.tma
         head, value = self.q.shape[3], self.v.shape[3]
         given: dict[str, Any] = {"described": self.described} | parts
-        return Form(head, value, tma, by_tma(self.delta), precision=self.precision, **given)
+        lost = self.lost is not None
+        return Form(
+            head, value, tma, by_tma(self.delta), precision=self.precision, lost=lost, **given
+        )
 
     def fp32(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self.q.device)
@@ -218,9 +135,9 @@ class _Backward:
         block = max(1, 4096 // columns)
         programs = triton.cdiv(self.padded, block) * self.batches * self.heads
         wrap_triton(statistics_kernel)[(programs,)](
-            out, self.do, lse, dlse, *self.delta, self.dlse, self.rows, self.padded, self.heads,
-            *out.stride()[:3], *self.do.stride()[:3], *dlse_strides,
-            VALUE=out.shape[3], COLUMNS=columns, ROWS=block, num_warps=4,
+            out, self.do, lse, dlse, *self.delta, self.dlse, self.lost, self.rows, self.padded,
+            self.heads, *out.stride()[:3], *self.do.stride()[:3], *dlse_strides,
+            VALUE=out.shape[3], COLUMNS=columns, ROWS=block, LOWEST=LOWEST, num_warps=4,
         )  # fmt: skip
 
     def _given(self, form: Form, block_m: int, block_n: int) -> dict[str, Any]:
@@ -283,6 +200,8 @@ class _Backward:
             if tensor is not None:
                 values |= Operand(name, tensor.shape[3]).values(tensor, 0)
         values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
+        if self.lost is not None:  # of any row of the heads that share keys
+            values["lost_ptr"] = self.lost.view(heads, -1).amax(1)
         values |= self._documents("k", chosen.block_n)
         programs = triton.cdiv(self.columns, chosen.block_n) * heads
         self._launch(keys_kernel(self.program, form), programs, values, chosen)
@@ -308,27 +227,15 @@ class _Backward:
 
     def queries(
         self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling,
-        hopper: bool = False,
+        hopper: bool = False, again: tuple[_Backward, Tiling] | None = None,
     ) -> None:  # fmt: skip
         """dq, ``sums`` [B, Hq, padded] of the inputs along rows or neither, and ``pairs``, the
-        gradients of the inputs along rows and keys, these by the Hopper kernel if ``hopper``."""
-        chosen = self._fitted(chosen, False)
-        form = self.form(
-            dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
-            inputs=tuple(sums), pairs=tuple(pairs), merged=chosen.merged, early=chosen.early,
-            stored=bool(pairs) and by_tma(self.delta),
-        )  # fmt: skip
-        values = self._given(form, chosen.block_m, chosen.block_n)
-        if dq is not None:
-            values |= Operand("dq", dq.shape[3]).values(dq, 0)
-        values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
-        values |= {"lse_grad_ptr": self.dlse} if sums else {}
-        values |= self._documents("q", chosen.block_m)
-        kernel, tiles = rows_kernel(self.program, form), triton.cdiv(self.rows, chosen.block_m)
+        gradients of the inputs along rows and keys, these by the Hopper kernel if ``hopper``.
+        ``again``: who makes the lost rows, and how."""
         if not pairs:
-            heads = self.batches * self.heads
-            values["together"] = self._together(self.columns, heads, chosen.near)
-            self._launch(kernel, tiles * heads, values, chosen)
+            self._queries(dq, sums, {}, chosen)
+            if again is not None:
+                again[0]._queries(dq, sums, {}, again[1])
             return
         # Whole tiles of pairs, so that no store has a mask and rows begin at multiples of 16 bytes.
         size = self.padded, triton.cdiv(self.columns, ROWS) * ROWS
@@ -350,27 +257,51 @@ class _Backward:
             if hopper:
                 assert dq is not None
                 self.queries_by_gluon(dq, *some.values(), part)
-            elif form.stored:
-                block = [chosen.block_m, chosen.block_n]
-                values |= {
-                    f"pair{i}_desc": TensorDescriptor.from_tensor(t.flatten(0, 2), block)
-                    for i, t in some.items()
-                }
             else:
-                values |= {f"pair{i}_ptr": t for i, t in some.items()}
-            values |= {
-                "pair_step": size[1], "pair_rows": size[0], "first_batch": part[0].start,
-                "first_head": part[1].start, "some_heads": heads[1],
-                "together": self._together(self.columns, math.prod(heads), chosen.near),
-            }  # fmt: skip
-            if not hopper:
-                self._launch(kernel, tiles * math.prod(heads), values, chosen)
+                self._queries(dq, sums, some, chosen, part)
+            if again is not None:
+                again[0]._queries(dq, sums, some, again[1], part)
             for i, found in some.items():
                 if not in_place:
                     self._add(i, pairs[i], totals[i], found, part)
         for i, total in totals.items():
             if total is not pairs[i]:
                 pairs[i].copy_(total)
+
+    def _queries(
+        self, dq: Tensor | None, sums: dict[int, Tensor], pairs: dict[int, Tensor], chosen: Tiling,
+        part: Sequence[slice] | None = None,
+    ) -> None:  # fmt: skip
+        """One launch; ``pairs`` [.., .., whole tiles] of a ``part`` of the batches and heads."""
+        chosen = self._fitted(chosen, False)
+        form = self.form(
+            dq=() if dq is None else tuple(range(len(pieces(self.q.shape[3])))),
+            inputs=tuple(sums), pairs=tuple(pairs), merged=chosen.merged, early=chosen.early,
+            stored=bool(pairs) and by_tma(self.delta),
+        )  # fmt: skip
+        values = self._given(form, chosen.block_m, chosen.block_n)
+        if dq is not None:
+            values |= Operand("dq", dq.shape[3]).values(dq, 0)
+        values |= {f"sum{i}_ptr": tensor for i, tensor in sums.items()}
+        values |= {"lse_grad_ptr": self.dlse} if sums else {}
+        values |= {} if self.lost is None else {"lost_ptr": self.lost}
+        values |= self._documents("q", chosen.block_m)
+        kernel, tiles = rows_kernel(self.program, form), triton.cdiv(self.rows, chosen.block_m)
+        heads = self.batches * self.heads
+        for i, t in pairs.items():
+            if form.stored:
+                block = [chosen.block_m, chosen.block_n]
+                values[f"pair{i}_desc"] = TensorDescriptor.from_tensor(t.flatten(0, 2), block)
+            else:
+                values[f"pair{i}_ptr"] = t
+            assert part is not None
+            heads = t.shape[0] * t.shape[1]
+            values |= {
+                "pair_step": t.shape[3], "pair_rows": t.shape[2], "first_batch": part[0].start,
+                "first_head": part[1].start, "some_heads": t.shape[1],
+            }  # fmt: skip
+        values["together"] = self._together(self.columns, heads, chosen.near)
+        self._launch(kernel, tiles * heads, values, chosen)
 
     def _total(self, i: int, grad: Tensor, part: Sequence[slice]) -> Tensor:
         """Where the gradient of input ``i`` is summed: itself, if every sum is made at once."""
@@ -410,9 +341,9 @@ class _Backward:
     def _fitted(self, chosen: Tiling, keys_held: bool) -> Tiling:
         """``chosen``, or what fits."""
         size = self.q.element_size()
-        each = size * (_width(self.q.shape[3]) + _width(self.v.shape[3]))
+        each = size * (width(self.q.shape[3]) + width(self.v.shape[3]))
         pair = sum(self.inputs[i].element_size() for i in self.matrices)
-        return fitted(chosen, each, each + 8, pair, _shared_bytes(self.q.device), keys_held)
+        return fitted(chosen, each, each + 8, pair, shared_bytes(self.q.device), keys_held)
 
     def _documents(self, axis: str, block: int) -> dict[str, Any]:
         if not self.program.documents:
@@ -461,9 +392,15 @@ def backward(
             grads[i] = torch.zeros_like(inputs[i])
         return dq, dk, dv, grads
     by_rows = any(gradient_axis(program.inputs[i].axes) == "rows" for i in wanted)
+
     call = _Backward(
         do, dlse, q, k, v, inputs, numbers, program, out, lse, precision, by_rows, dropout
     )
+    again = None
+    if program.likely is not None:
+        again, call, program = call, call.likely(lse), program.likely
+        keys_again = keys or keys_tiling.rule(again.program, dtype, head, value)
+        rows_again = rows or rows_tiling.rule(again.program, dtype, head, value)
     sums: dict[str, dict[int, Tensor]] = {"rows": {}, "columns": {}}
     pairs: dict[int, Tensor] = {}
     for i in wanted:
@@ -477,19 +414,25 @@ def backward(
             sums[kind][i] = call.fp32(*q.shape[:2], length)
     sizes = {"rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[0] * q.shape[1]}
     of_keys, of_rows = needed[1] or needed[2] or sums["columns"], needed[0] or sums["rows"] or pairs
+    of_k, of_v = dk if needed[1] else None, dv if needed[2] else None
     alone = needed[1] and needed[2] and not sums["columns"] and keys is None
     if alone and call.by_gluon("keys"):
         call.keys_by_gluon(dk, dv)
     elif of_keys:
         keys = keys or keys_tiling(program, dtype, head, value, **sizes)
-        call.keys(dk if needed[1] else None, dv if needed[2] else None, sums["columns"], keys)
+        call.keys(of_k, of_v, sums["columns"], keys)
+    if again is not None and of_keys:
+        again.keys(of_k, of_v, sums["columns"], keys_again)
     alone = needed[0] and not sums["rows"] and rows is None
     hopper = alone and call.by_gluon("rows", pairs)
     if hopper and not pairs:
         call.queries_by_gluon(dq)
+        if again is not None:
+            again.queries(dq, {}, {}, rows_again)
     elif of_rows:
         rows = rows or rows_tiling(program, dtype, head, value, **sizes)
-        call.queries(dq if needed[0] else None, sums["rows"], pairs, rows, hopper)
+        second = None if again is None else (again, rows_again)
+        call.queries(dq if needed[0] else None, sums["rows"], pairs, rows, hopper, second)
     for kind, at in (("rows", 3), ("columns", 2)):
         for i, partials in sums[kind].items():
             partials = partials[:, :, : q.shape[2] if kind == "rows" else None].unsqueeze(at)

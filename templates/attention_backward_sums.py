@@ -9,13 +9,14 @@ import triton.language as tl
 
 @triton.jit
 def statistics_kernel(
-    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, kept_ptr, rows, padded,
-    heads, out_b, out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h,
+    out_ptr, out_grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr, shift_ptr, kept_ptr, lost_ptr, rows,
+    padded, heads, out_b, out_h, out_s, out_grad_b, out_grad_h, out_grad_s, lse_grad_b, lse_grad_h,
     lse_grad_s,
-    VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    VALUE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     """delta, lse2 and dlse [B, H, padded] in fp32 of ROWS rows of a head; beyond ``rows`` they are
-    0, inf and 0, as for a row without keys."""
+    0, inf and 0, as for a row without keys. lost, int32: whether a row that has a gradient is one
+    of which a likely program knows nothing."""
     tiles = tl.cdiv(padded, ROWS)
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b = bh // heads
@@ -37,6 +38,11 @@ def statistics_kernel(
         where = b * lse_grad_b + h * lse_grad_h + q.to(tl.int64) * lse_grad_s
         lse_grad = tl.load(lse_grad_ptr + where, there & ~empty, other=0.0)
     delta -= lse_grad
+    if lost_ptr is not None:
+        has = (tl.max((given != 0).to(tl.int32), 1) > 0) | (lse_grad != 0)
+        tl.store(
+            lost_ptr + bh * padded + q, ((lse < LOWEST) & there & has).to(tl.int32), q < padded
+        )
     if kept_ptr is not None:
         tl.store(kept_ptr + bh * padded + q, lse_grad, q < padded)
     tl.store(delta_ptr + bh * padded + q, tl.where(empty, 0.0, delta), q < padded)

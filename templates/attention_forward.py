@@ -20,7 +20,7 @@ from typing import Any
 
 from . import attention_dropout as dropout
 from . import attention_text as text
-from .attention_program import LOG2E, Program
+from .attention_program import LOG2E, LOWEST, Program
 from .attention_text import Operand, indented, joined
 
 CONSTANTS = ["BLOCK_M", "BLOCK_N", "STAGES"]
@@ -31,7 +31,8 @@ class Layout:
     """The operands, the ``precision`` of products of fp32, and the form of the loop.
 
     ``merged``: one loop over all tiles, whose mask is a branch, in place of one over whole tiles
-    and one over the others. ``described``: inputs read by descriptors."""
+    and one over the others. ``described``: inputs read by descriptors. ``again``: only of tiles
+    with a row of which the lse of a likely program says that it is not right."""
 
     q: Operand
     k: Operand
@@ -39,6 +40,7 @@ class Layout:
     precision: str = ""
     merged: bool = False
     described: tuple[int, ...] = ()
+    again: bool = False
 
     @property
     def out(self) -> Operand:
@@ -70,6 +72,10 @@ q0 = q_start
 q1 = tl.minimum(q_start + BLOCK_M, rows) - 1
 ql = tl.arange(0, BLOCK_M)[:, None]
 kl = tl.arange(0, BLOCK_N)[None, :]"""
+
+_AGAIN = f"""at = q_start + tl.arange(0, BLOCK_M)
+known = tl.load(lse_ptr + tl.cast(bh, tl.int64) * rows + at, at < rows, other=0.0)
+if tl.min(known, 0) < {LOWEST!r}:"""
 
 
 def hull(name: str, tile: str) -> str:
@@ -210,8 +216,7 @@ def body(program: Program, layout: Layout) -> str:
         f"acc{i} = tl.zeros([BLOCK_M, {piece.size}], tl.float32)"
         for i, piece in enumerate(layout.v.pieces)
     ]
-    return joined(
-        _PLACE,
+    whole = joined(
         hull("doc", "tile") if program.documents else "",
         layout.q.at(),
         layout.k.at(head="h // group"),
@@ -226,6 +231,7 @@ def body(program: Program, layout: Layout) -> str:
         _steps(program, layout, tiles),
         _end(program, layout),
     )
+    return joined(_PLACE, _AGAIN, indented(whole)) if layout.again else joined(_PLACE, whole)
 
 
 @functools.cache

@@ -125,25 +125,40 @@ def forward(
     precision: of products of fp32, "ieee" or "tf32". dropout: of programs that have one.
     Deterministic.
     """
-    batch, heads, rows, d = q.shape
-    columns, dv = k.shape[2], v.shape[3]
     q, k, v = dense(q), dense(k), dense(v)
+    if program.likely is not None and q.numel() and k.numel():
+        found = forward(q, k, v, inputs, numbers, program.likely, precision, chosen, dropout)
+        _streamed(q, k, v, inputs, numbers, program, precision, chosen, dropout, *found, again=True)
+        return found
     if chosen is None and by_gluon(q, k, v, inputs, program):
         return attention_gluon_launch.forward(q, k, v, inputs, numbers, program, precision)
-    out = like(q, dv)
-    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
-    if not batch * heads * rows:
+    out = like(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if not lse.numel():
         return out, lse
-    if not columns:
+    if not k.shape[2]:
         return out.fill_(0.0 if program.empty == "zero" else float("nan")), lse.fill_(-float("inf"))
+    _streamed(q, k, v, inputs, numbers, program, precision, chosen, dropout, out, lse)
+    return out, lse
+
+
+def _streamed(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
+    program: Program, precision: str, chosen: Tiling | None, dropout: Dropout | None, out: Tensor,
+    lse: Tensor, again: bool = False,
+) -> None:  # fmt: skip
+    """Fill ``out`` and ``lse``; ``again``: where lse says that they are not right."""
+    batch, heads, rows, d = q.shape
+    columns, dv = k.shape[2], v.shape[3]
     described = describable(program, inputs)
     tma = by_tma(q) and by_tma(k) and by_tma(v)
-    chosen = chosen or tiling(
-        program, q.dtype, d, dv, tma, rows=rows, columns=columns, heads=batch * heads
-    )
+    sizes = {"rows": rows, "columns": columns, "heads": batch * heads}
+    if again:  # mostly of no tile: not to be measured
+        chosen = chosen or tiling.rule(program, q.dtype, d, dv, tma)
+    chosen = chosen or tiling(program, q.dtype, d, dv, tma, **sizes)
     layout = attention_forward.Layout(
         operand("q", q), operand("k", k), operand("v", v), products(q.dtype, precision),
-        chosen.merged, described,
+        chosen.merged, described, again,
     )  # fmt: skip
     values = layout.q.values(q, chosen.block_m) | layout.k.values(k, chosen.block_n)
     values |= layout.v.values(v, chosen.block_n) | layout.out.values(out, chosen.block_m)
@@ -162,7 +177,6 @@ def forward(
         **values, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, STAGES=chosen.stages,
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
-    return out, lse
 
 
 FEW = 64  # rows whose sums are made by a pass over the keys

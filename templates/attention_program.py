@@ -12,11 +12,13 @@ broadcast), ``rows`` and ``columns`` (Sq, Sk), the numbers ``n0, n1, ...`` and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 LOG2E = 1.4426950408889634
+# What a row's log-sum-exp is above, if a dtype's least number in its scores leaves no weight.
+LOWEST = -1e24
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Program:
     ``slope``: where ``ds`` is ``g`` times one number, that number; else None.
     ``empty``: what a row that keeps nothing gives, "zero" or "nan"; its lse is -inf.
     ``dropout``: whether weights are dropped out, as ``attention_dropout`` says; lse is of all.
+    ``likely``: where masks are a dtype's least number, which is no mask for a row of nothing else:
+    the same with -inf in its place. What that makes of a row is right if its lse is above LOWEST.
     """
 
     inputs: tuple[Input, ...] = ()
@@ -72,6 +76,14 @@ class Program:
     empty: str = "zero"
     slope: float | None = None
     dropout: bool = False
+    # Not in its name: a plan knows a program as it was before it was known to have one.
+    likely: Program | None = field(default=None, repr=False)
+
+    @property
+    def skips(self) -> bool:
+        """Whether there are tiles that places, or documents, say nothing is kept of."""
+        whole = all((span.lo, span.hi) == ("0", "columns") for span in self.row_spans)
+        return not whole or self.documents is not None
 
     @property
     def factor(self) -> float | None:

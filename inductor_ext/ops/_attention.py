@@ -61,7 +61,8 @@ def _program(
         found = translate.program(score, inputs, numbers, empty, exact)
     except translate.NoProgram:
         return None
-    return dataclasses.replace(found, dropout=dropout)
+    likely = found.likely and dataclasses.replace(found.likely, dropout=dropout)
+    return dataclasses.replace(found, dropout=dropout, likely=likely)
 
 
 def _axes(x: Tensor) -> str:

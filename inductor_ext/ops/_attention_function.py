@@ -33,7 +33,7 @@ def attention(
 
     A query row that keeps no key gives 0, as in ``scaled_dot_product_attention``. One that is
     masked throughout by finite numbers (-1e9 and the like) is uniform, as in eager, in its
-    gradients too; -inf or bool masks are faster, as tiles are skipped.
+    gradients too. Tiles of places are skipped where the mask is bool, -inf, or -1e30 and less.
 
     Args:
         q: [B, Hq, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv]; one of fp16, bf16, fp32, fp64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import struct
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from ._attention_spans import spans
 aten = torch.ops.aten
 _LARGEST = float(torch.finfo(torch.float32).max)
 _FAR = 4096.0  # beyond which numbers are meant as masks
+_LEAST = -1e30  # a dtype's least number, and what is meant as one
 _SIZES = {"b": 2, "h": 3, "q": 5, "k": 7}  # of the meta tensors that values are typed with
 
 
@@ -71,7 +73,19 @@ def _program(
     builder = _with_inputs(Builder, inputs, numbers)
     values = {n: builder.inputs[str(n.target)] for n in placeholders}
     (result,) = builder.merge(graph, values)
-    keep, score = _kept(builder, result)
+    (keep, score), likely = _kept(builder, result)
+    made = _of(builder, keep, score, inputs, numbers, empty, exact)
+    if likely is None:
+        return made
+    found = _of(builder, *likely, inputs, numbers, empty, exact)
+    return dataclasses.replace(made, likely=found) if found.skips else made
+
+
+def _of(
+    builder: Builder, keep: Condition, score: Value, inputs: tuple[Input, ...], numbers: int,
+    empty: str, exact: bool,
+) -> Program:  # fmt: skip
+    """The program of what is kept and the score there."""
     score = builder.convert(score, torch.float32)
     documents, apart = _documents(keep, inputs)
     traced = _with_inputs(GradientBuilder, inputs, numbers)
@@ -166,24 +180,30 @@ def _with_inputs(kind: type[Any], inputs: Sequence[Input], numbers: int) -> Any:
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-def _kept(builder: Builder, score: Value) -> tuple[Condition, Value]:
-    """A score as a condition, outside of which it is -inf, and its value where that holds.
+_Split = tuple[Condition, Value]
+
+
+def _kept(builder: Builder, score: Value) -> tuple[_Split, _Split | None]:
+    """A score as a condition, outside of which it is -inf, and its value where that holds; and the
+    same with finite masks as -inf, for rows that keep something else, if that is another.
 
     A finite number that leaves no weight beside any other score is as good as -inf, unless a whole
     row consists of it: then its weights are equal. A tensor that is added may hold it too, as masks
     of padding do, so what is kept must be made of none.
     """
-    keep, kept = _split(builder, score, True)
+    keep, kept = _split(builder, score, -6.5e4)
     if always_keeps(keep) and _is_far(kept):
-        return keep, kept
-    return _split(builder, score, False)
+        return (keep, kept), None
+    # Beside numbers of fp16 the least one of fp16 is not far enough.
+    likely, sure = _split(builder, score, _LEAST), _split(builder, score, None)
+    return sure, None if likely[0] in (sure[0], False) else likely
 
 
 def _is_far(value: Any) -> bool:
     """Whether a score is surely no dtype's least number, for dot products that are none: it is made
     of no such number and of no tensor that may hold one."""
     if not isinstance(value, torch.fx.Node):
-        return isinstance(value, torch.dtype) or not _excludes(value, True)
+        return isinstance(value, torch.dtype) or not _excludes(value, -6.5e4)
     if dtype_of(value) == torch.bool:
         return True
     if value.op == "placeholder":
@@ -192,7 +212,7 @@ def _is_far(value: Any) -> bool:
     return all(map(_is_far, args))
 
 
-def _split(builder: Builder, value: Value, finite: bool) -> tuple[Condition, Value]:
+def _split(builder: Builder, value: Value, finite: float | None) -> _Split:
     if isinstance(value, Const):
         return not _excludes(value, finite), value
     kind, args = packet(value), [builder.constant(a) for a in value.args]
@@ -230,12 +250,14 @@ def _is_positive(value: Value) -> bool:
     return isinstance(value, Const) and 1e-4 <= value.value < float("inf")
 
 
-def _excludes(value: Value, finite: bool) -> bool:
-    """Whether a number as a score leaves no weight: -inf, or a dtype's least."""
+def _excludes(value: Value, finite: float | None) -> bool:
+    """Whether a number as a score leaves no weight: -inf, or a dtype's least; ``finite``: what
+    counts as that of fp16, None where no finite number counts."""
     if not isinstance(value, Const) or isinstance(value.value, bool):
         return False
-    least = -6.5e4 if value.dtype is torch.float16 else -1e30
-    return value.value == -float("inf") or (finite and value.value <= least)
+    if finite is None:
+        return bool(value.value == -float("inf"))
+    return bool(value.value <= (finite if value.dtype is torch.float16 else _LEAST))
 
 
 def _documents(

@@ -1,7 +1,9 @@
 """Gradients of the Hopper kernels, asked for directly, and what they should be."""
 
+import dataclasses
+
 import torch
-from backward_programs import SCORES, Score, draw_inputs, gradients
+from backward_programs import CAUSAL, SCORES, Score, draw_inputs, gradients
 from inductor_ext.templates.attention_program import Input, Program
 
 LOG2E = 1.4426950408889634
@@ -9,9 +11,10 @@ LOG2E = 1.4426950408889634
 BOTH = (
     "scale", "negative scale", "causal", "lower right", "window", "sinks", "two spans", "head bias",
 )  # fmt: skip
+PAIRED = "pairs", "causal pairs"
 NAMES = {
-    "keys": (*BOTH, "slot bias", "causal slot bias", "shared slot bias"),
-    "rows": (*BOTH, "row bias", "slot bias", "causal slot bias", "shared slot bias", "pairs"),
+    "keys": (*BOTH, "slot bias", "causal slot bias", "shared slot bias", *PAIRED),
+    "rows": (*BOTH, "row bias", "slot bias", "causal slot bias", "shared slot bias", *PAIRED),
 }
 PAIRS = Score(
     Program(
@@ -22,13 +25,22 @@ PAIRS = Score(
     (("hqk", torch.bfloat16, True),),
 )  # fmt: skip
 
+MATRICES = {
+    "pairs": PAIRS,
+    "causal pairs": Score(
+        dataclasses.replace(PAIRS.program, keep="keep = q >= k", **CAUSAL),
+        lambda s, b, h, q, k, x, *_: (s * 0.25 + x[0]).masked_fill(q < k, -torch.inf),
+        PAIRS.inputs,
+    ),
+}
+
 
 class Problem:
     """Tensors as projections leave them, [B, S, H, D] transposed, and their gradients: ``right`` by
     fp64, ``eager`` in their own dtype. delta and lse2 are those of fp64."""
 
     def __init__(self, name, B, heads, kv_heads, rows, columns, d, dv, dtype=torch.bfloat16):
-        self.score = score = PAIRS if name == "pairs" else SCORES[name]
+        self.score = score = (SCORES | MATRICES)[name]
         sizes = (heads, rows, d), (kv_heads, columns, d), (kv_heads, columns, dv), (heads, rows, dv)
         drawn = [torch.randn(B, n, h, e).to(dtype).transpose(1, 2) for h, n, e in sizes]
         self.q, self.k, self.v, self.do = q, k, v, do = drawn

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from backward_programs import SCORES, draw_inputs
-from hopper_gradients import NAMES, PAIRS, Problem
+from hopper_gradients import MATRICES, NAMES, PAIRS, Problem
 from inductor_ext.templates import attention_backward_gluon_launch as launch
 from inductor_ext.templates import attention_gluon_launch
 from inductor_ext.templates.attention_backward_gluon_launch import Tile
@@ -26,7 +26,7 @@ def check(part, problem, tile=Tile(), programs=2, delay=0.0):  # noqa: B008
     _, grid, arguments = getattr(launch, f"launch_{part}")(*given, tile, programs)
     program = problem.score.program
     kernel = f"attention_{part}_gluon"
-    copied = attention_gluon_launch.staged(program, problem.inputs) if part == "rows" else ()
+    copied = launch.copied_by(part, program, problem.inputs)
     define = lambda: getattr(launch.define(part, program, copied), kernel)  # noqa: E731
     interpret(define, grid[0], arguments, delay)
     problem.judge(part, results)
@@ -34,7 +34,8 @@ def check(part, problem, tile=Tile(), programs=2, delay=0.0):  # noqa: B008
 
 @pytest.mark.parametrize(("part", "name"), [(p, n) for p in PARTS for n in NAMES[p]])
 def test_every_score(part, name):
-    check(part, Problem(name, 1, 2, 1, 90, 152, 64, 64))
+    batches = 2 if name == "causal pairs" else 1  # which lie side by side: the matrix is theirs
+    check(part, Problem(name, batches, 2, 1, 90, 152, 64, 64))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -44,7 +45,7 @@ def test_every_score(part, name):
      (Tile(consumers=3, stages=2), 0.003)],
 )  # fmt: skip
 def test_every_tile_computes_gradients_and_ends(part, tile, delay):
-    check(part, Problem("causal", 1, 4, 2, 300, 391, 64, 128, FP16), tile, delay=delay)
+    check(part, Problem("causal", 2, 2, 1, 200, 391, 64, 128, FP16), tile, delay=delay)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -78,7 +79,7 @@ def test_what_it_takes(part, monkeypatch):
     assert not launch.takes(part, q, q, q, q, (), SCORES["causal"].program)  # on no Hopper
     monkeypatch.setattr(attention_gluon_launch, "_hopper", lambda device: True)
     monkeypatch.setattr(attention_gluon_launch, "available", lambda: True)
-    for name, score in (SCORES | {"pairs": PAIRS}).items():
+    for name, score in (SCORES | MATRICES).items():
         inputs = draw_inputs(score, 1, 2, 8, 8)
         taken = launch.takes(part, q, q, q, q, inputs, score.program)
         assert taken == (name in NAMES[part])
@@ -103,24 +104,32 @@ def test_what_it_takes(part, monkeypatch):
         )  # pairs left out
 
 
+CAUSAL = SCORES["causal"].program
 ALIBI = dataclasses.replace(
-    SCORES["causal"].program, inputs=(Input(FP32, "h"),), scale=None, slope=0.1,
+    CAUSAL, inputs=(Input(FP32, "h"),), scale=None, slope=0.1,
     score="tmp = k.to(tl.float32) - q.to(tl.float32)\nr = s * 0.127 + tmp * x0",
 )  # fmt: skip
 
 
 @pytest.mark.skipif(not attention_gluon_launch.available(), reason="another Triton")
 @pytest.mark.parametrize(
-    ("part", "program"), [("keys", ALIBI), ("rows", SCORES["causal"].program)], ids=PARTS
+    ("part", "program"),
+    [("keys", ALIBI), ("keys", MATRICES["causal pairs"].program), ("rows", CAUSAL)],
+    ids=["keys", "matrix", "rows"],
 )
 def test_machine_code(part, program):
     tensors = [torch.empty(2, 4, 1000, 128, dtype=BF16, device="meta") for _ in range(6)]
     sums = torch.empty(2, 4, 1024, device="meta")
-    inputs = [torch.empty(1, 4, 1, 1, device="meta") for _ in program.inputs]
+    inputs = [
+        torch.empty(
+            1, 4, *((1000, 1000) if "q" in x.axes else (1, 1)), dtype=x.dtype, device="meta"
+        )
+        for x in program.inputs
+    ]
     results = tensors[4:] if part == "keys" else tensors[4:5]
     kernel, _, arguments = getattr(launch, f"launch_{part}")(
         *tensors[:4], sums, sums, inputs, (), program, *results, Tile(), 4
-    )
+    )  # three blocks ahead, which a matrix leaves room for
     binary, sass = gluon_binary(kernel, arguments)
     assert binary.target == "sm_90a" and binary.shared_bytes <= 227 << 10
     # Scalars of a tile, and of the producer: loops over blocks touch few of them.

@@ -62,36 +62,6 @@ def test_gradients(form, fill):
     assert found[2].abs().max() > 0
 
 
-def test_gradients_along_rows_and_of_lse():
-    """Whole rows of one low number per row, whose gradients add up to that of lse."""
-    q, k, v, do = (torch.randn(1, 2, ROWS, 16) for _ in range(4))
-    x, dlse = torch.randn(1, 1, ROWS, 1), torch.randn(1, 2, ROWS)
-    x[:, :, MASKED] = HALF
-
-    def score(s, b, h, q, k, rows, columns, numbers, inputs):
-        return s * 0.25 + inputs[0] + torch.where(q >= k, 0.0, HALF)
-
-    text = attention_score.write(score, [x])
-    program = attention_translate.program(text, (Input(x.dtype, "q"),), 0, "zero", True)
-    with launches_interpreted(attention_launch, attention_documents):
-        out, lse = attention_launch.forward(q, k, v, [x], [], program, "ieee")
-    with launches_interpreted(attention_backward_launch, attention_far, attention_documents):
-        *found, (dx,) = attention_backward_launch.backward(
-            do, dlse, q, k, v, [x], [], program, out, lse, [True] * 4, "ieee"
-        )
-    leaves = [t.double().requires_grad_() for t in (q, k, v, x)]
-    at = torch.arange(ROWS)
-    scores = leaves[0] @ leaves[1].mT
-    scores = score(scores, None, None, at[:, None], at[None, :], ROWS, ROWS, [], leaves[3:])
-    scores = scores.float().double()
-    # torch's own logsumexp has the weight 1 for every key of such a row.
-    total = (scores - scores.detach().amax(-1, keepdim=True)).exp().sum(-1).log()
-    expected = torch.softmax(scores, -1) @ leaves[2]
-    torch.autograd.backward([expected, total], [do.double(), dlse.double()])
-    for mine, leaf in zip([*found, dx], leaves, strict=True):
-        torch.testing.assert_close(mine, leaf.grad.float(), rtol=0, atol=4e-6)
-
-
 def test_scores_without_large_numbers_take_no_second_look():
     def of(score, *inputs):
         text = attention_score.write(score, list(inputs))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inductor_ext.lowerings import attention_sites
+from inductor_ext.lowerings import attention_replacement
 
 import inductor_ext
 
@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def clean_setting(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(attention_sites, "LEAST_SCORES", 0)
-    monkeypatch.setattr(attention_sites, "LEAST_STATIC", (0, 0))
+    monkeypatch.setattr(attention_replacement, "LEAST_SCORES", 0)
+    monkeypatch.setattr(attention_replacement, "LEAST_STATIC", (0, 0))
     with inductor_ext.config.patch(strict=True), inductor_ext.enable("attention"):
         yield
 
@@ -24,4 +24,4 @@ def clean_setting(monkeypatch):
 @pytest.fixture
 def card_here(monkeypatch):
     """The CPU counts as a card."""
-    monkeypatch.setattr(attention_sites.compat_fx, "writes_triton", lambda device: True)
+    monkeypatch.setattr(attention_replacement.compat_fx, "writes_triton", lambda device: True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from edits import OP, edited
-from inductor_ext.lowerings import attention_sites
+from inductor_ext.lowerings import attention_replacement
 from spellings import INF, SPELLINGS, arguments, causal
 
 import inductor_ext
@@ -150,9 +150,11 @@ def test_only_where_scores_or_keys_are_large(symbolic, card_here, monkeypatch):
     scores, keys = 2 * 8 * 32 * 32 * 4, 2 * 8 * 32 * 2 * 64 * 4
 
     def fires(known, other, graphs=False):
-        monkeypatch.setattr(attention_sites, "LEAST_REPLAYED" if graphs else "LEAST_STATIC", known)
-        monkeypatch.setattr(attention_sites, "LEAST_SCORES", other[0])
-        monkeypatch.setattr(attention_sites, "LEAST_KEYS", other[1])
+        monkeypatch.setattr(
+            attention_replacement, "LEAST_REPLAYED" if graphs else "LEAST_STATIC", known
+        )
+        monkeypatch.setattr(attention_replacement, "LEAST_SCORES", other[0])
+        monkeypatch.setattr(attention_replacement, "LEAST_KEYS", other[1])
         with torch._inductor.config.patch({"triton.cudagraphs": graphs}):
             _, text, (decision,) = edited(fn, args, dynamic=dynamic)
         assert (OP in text) is decision.fired

@@ -322,3 +322,85 @@ def test_more_than_31_bits():
     tensors = q[:, -1:, -100:].double(), k[:, -1:].double(), v[:, -1:].double()
     right = reference.attention(*tensors, bias=bias[:, -1:, -100:].double())[0]
     assert (out.double() - right).norm() <= 6e-3 * right.norm()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_least_numbers_beside_a_bias(lost, poison):
+    """A causal mask of the dtype's least number, added as models add it, is skipped; rows whose
+    biases are as low (``lost``) are right too, in every gradient."""
+    least = torch.finfo(BF16).min
+    q, k, v = draw(2, 8, 8, 1032, 1032, 128, 128)
+    bias = torch.randn(1, 8, 1032, 1032, device=CARD, dtype=BF16)
+    if lost:
+        bias[:, 3, 500:503] = least
+        bias[:, 5, :40, :64] = least
+    at = torch.arange(1032, device=CARD)
+
+    def score(s, b, h, q, k, x):
+        return s + x + torch.where(q >= k, 0.0, least)
+
+    def ours(q, k, v, bias):
+        return ops.attention(q, k, v, score_mod=score, score_inputs=(bias,))
+
+    def formula(q, k, v, bias):
+        s = (q @ k.mT * 128**-0.5).to(torch.promote_types(q.dtype, FP32)) + bias
+        s = s + torch.where(at[:, None] >= at[None, :], 0.0, least)
+        return s.float().softmax(-1).to(q.dtype) @ v
+
+    tensors, seed = (q, k, v, bias), torch.randn_like(q)
+
+    def results(fn, tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = fn(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
+
+    poison()
+    mine, again = results(ours, tensors), results(ours, tensors)
+    assert all(map(torch.equal, mine, again))
+    right = results(formula, [t.double() for t in tensors])
+    judge(mine, right, results(formula, tensors), BF16)
+
+
+@pytest.mark.parametrize("form", ["added", "filled", "two ways"])
+def test_rows_masked_throughout_by_a_number(form, poison):
+    """Such rows are uniform, in every gradient, also where the number is written in two ways."""
+    fill = torch.finfo(BF16).min if form == "filled" else -1e9
+    tensors = draw(1, 4, 2, 1000, 1000, 128, 128)
+    mask = torch.zeros(1, 1, 1000, 1000, device=CARD)
+    mask[:, :, 500:504, : 300 if form == "two ways" else 1000] = fill
+    mask[:, :, 700:, :64] = fill
+    at = torch.arange(1000, device=CARD)
+
+    def score(s, b, h, q, k, *x):
+        there = (q >= 500) & (q < 504)
+        if form == "added":
+            return s + x[0]
+        if form == "filled":
+            return torch.where(there, fill, s)
+        return torch.where(there & (k >= 300), fill, s + x[0])
+
+    inputs = () if form == "filled" else (mask,)
+
+    def ours(q, k, v):
+        return ops.attention(q, k, v, score_mod=score, score_inputs=inputs)
+
+    def formula(q, k, v):
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        s = (q @ k.mT).to(torch.promote_types(q.dtype, FP32)) * 128**-0.5
+        s = score(s, None, None, at[:, None], at[None, :], *inputs)
+        return s.float().softmax(-1).to(q.dtype) @ v
+
+    seed = torch.randn_like(tensors[0])
+
+    def results(fn, tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = fn(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
+
+    poison()
+    mine, again = results(ours, tensors), results(ours, tensors)
+    assert all(map(torch.equal, mine, again))
+    right, eager = results(formula, [t.double() for t in tensors]), results(formula, tensors)
+    judge(mine, right, eager, BF16)
+    rows = slice(500, 504)  # of small gradients: judged by themselves
+    judge(*([t[:, :, rows] for t in found[:2]] for found in (mine, right, eager)), BF16)

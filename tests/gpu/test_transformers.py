@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from inductor_ext.lowerings import attention_sites
+from inductor_ext.lowerings import attention_replacement
 
 from inductor_ext import report
 
@@ -58,7 +58,7 @@ def names():
 )
 def test_training_step(name, monkeypatch, own_caches):
     for threshold, value in (("LEAST_SCORES", 0), ("LEAST_KEYS", 0), ("LEAST_STATIC", (0, 0))):
-        monkeypatch.setattr(attention_sites, threshold, value)
+        monkeypatch.setattr(attention_replacement, threshold, value)
     kind, config = names()[name]()
     config.use_cache = False
     net = getattr(transformers, kind)(config).eval().to("cuda", torch.bfloat16)
