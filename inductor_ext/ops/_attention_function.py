@@ -91,6 +91,7 @@ def attention(
     """
     checks.check_heads(q, k, v, block_table is not None)
     checks.check_numbers(scale, softcap, dropout)
+    checks.check_flags(return_lse=return_lse, return_colsum=return_colsum)
     if block_table is not None:
         checks.check_pages(block_table, lengths, q)
     if lengths is not None:
