@@ -98,6 +98,15 @@ def test_lengths_of_keys(Sk):
     check(reference.plain(0.2), reference.draw(1, 2, 2, 1, Sk, 32, BF16))
 
 
+def test_heads_have_programs_of_their_own():
+    """But for where more than a tenth of the card would idle; ragged ones stand in one line."""
+    assert launch.division(8, 256, 132, 4) == (128, 16)
+    assert launch.division(8, 33, 132, 4) == (64, 8)
+    assert launch.division(100, 256, 132, 4) == (132, 0)
+    assert launch.division(512, 32, 264, 4) == (256, 0)  # two heads each
+    assert launch.division(8, 256, 132, 4, ragged=True) == (132, 0)
+
+
 def test_slices():
     """Of one block to all; the same but for the order of the sums. Programs without a block."""
     tensors = reference.draw(2, 3, 4, 1, 300, 32, FP32)
