@@ -17,6 +17,9 @@ from .dependent import launched
 from .tilings import tunable
 
 ROWS = 64  # query rows of a KV head, at most
+# Blocks of a program from which heads of their own are measured to be faster. Of fewer the merge
+# weighs more, whose programs crowd on the multiprocessors that are left over.
+LONG = 32
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -70,12 +73,13 @@ def division(
     lines: int, blocks: int, most: int, least: int, ragged: bool = False
 ) -> tuple[int, int]:
     """(programs, parts) for ``lines`` heads of ``blocks`` each, or at most: programs of every head
-    alone; or as many as there may be, ``most``, and 0, where that would leave over a tenth idle."""
+    alone; or as many as there may be, ``most``, and 0, where that would leave over a tenth idle or
+    have them end soon."""
     programs = max(min(most, lines * blocks // least), 1)
     if ragged:
         return programs, 0
     parts = min(most // lines, max(blocks // least, 1))
-    if parts * lines >= 0.9 * programs:
+    if parts * lines >= 0.9 * programs and blocks >= LONG * parts:
         return parts * lines, parts
     heads = triton.cdiv(lines, programs)  # of a program
     even = lines % heads == 0 and lines // heads >= 0.9 * programs
