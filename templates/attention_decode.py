@@ -6,9 +6,12 @@
 All query rows of a KV head (its group of heads times the rows of the query) are one tile. The keys
 that any of them may keep are cut into blocks; the blocks of all KV heads of all sequences, each of
 the sequence's own length, stand in one line that is cut into equal slices, one per program. So
-programs end together whatever the lengths are. A program's part of one head has the slot
-"program + head" of the workspace, which no other pair has since both only grow along the line;
-the merge finds the slots of a head by the same arithmetic. No atomics: the same bits every run.
+programs end together whatever the lengths are. Where all lengths are one and hardly a program is
+left over, every head has ``parts`` of its own instead: going from one head to the next a program
+fills its ring of blocks anew, which costs more than the card's few idle programs. A program's part
+of one head has the slot "program + head" of the workspace, which no other pair has since both only
+grow along the line; the merge finds the slots of a head by the same arithmetic. No atomics: the
+same bits every run.
 
 Both kernels wait for the one in front of them before they read any memory, and no sooner. Asking
 for the first keys in L2 ahead of the queries was slower (``cp.async.bulk.prefetch`` by rows).
@@ -32,13 +35,15 @@ class Layout:
     """What a kernel is generated for. ``dim``, ``value_dim``: sizes of a head of k and of v.
     ``ragged``: sequences have lengths. ``pages``: "" where k and v are [B, Hkv, Sk, D]; else they
     are pages found by a table, and a block of keys lies in "one" of them or in "many".
-    ``keys_first``: tiles are keys x rows, so that the keys fill the 64 rows of a wgmma."""
+    ``keys_first``: tiles are keys x rows, so that the keys fill the 64 rows of a wgmma. ``apart``:
+    a program has keys of one head only; not of ragged sequences."""
 
     dim: int
     value_dim: int
     ragged: bool = False
     pages: str = ""
     keys_first: bool = False
+    apart: bool = False
 
 
 def _numbers(program: Program) -> list[str]:
@@ -60,12 +65,14 @@ def arguments(program: Program, layout: Layout) -> list[str]:
 def merge_arguments(program: Program, layout: Layout) -> list[str]:
     """Names of the merge kernel's arguments but the compile-time ones."""
     names = ["partial_ptr", "stats_ptr", "out_ptr", "lse_ptr", *_where(layout)]
-    return [*names, "programs", "out_b", "out_h", "out_q", *_numbers(program)]
+    names += [] if layout.apart else ["programs"]
+    return [*names, "out_b", "out_h", "out_q", *_numbers(program)]
 
 
 def _where(layout: Layout) -> list[str]:
     lengths = ["lengths_ptr"] if layout.ragged else []
-    return [*lengths, "batches", "kv_heads", "group", "rows", "capacity"]
+    parts = ["parts"] if layout.apart else []
+    return [*lengths, "batches", "kv_heads", "group", "rows", "capacity", *parts]
 
 
 # --- which blocks there are -----------------------------------------------------------------------
@@ -116,6 +123,31 @@ total = each * batches * kv_heads"""
 slices = tl.maximum(tl.minimum(programs, total // LEAST), 1)
 per = total // slices
 rest = total % slices"""
+
+
+def _apart(numbers: str) -> str:
+    """``share``: parts of a head that have blocks; part i has ``per`` of them, and one more where
+    i < rest."""
+    return f"""each = blocks(capacity, rows, {numbers}BLOCK)
+share = tl.maximum(tl.minimum(parts, each // LEAST), 1)
+per = each // share
+rest = each % share"""
+
+
+def _slice(layout: Layout, numbers: str) -> str:
+    """``at``, ``end``: a program's blocks; ``head`` and ``before`` as ``_first`` says."""
+    if layout.apart:
+        return f"""{_apart(numbers)}
+head = program // parts
+part = program % parts
+before = head * each
+at = before + part * per + tl.minimum(part, rest)
+end = tl.where(part < share, at + per + (part < rest).to(tl.int32), at)"""
+    return f"""programs = tl.num_programs(0)
+{_total(layout, numbers)}
+at = program * per + tl.minimum(program, rest)
+end = tl.where(program < slices, at + per + (program < rest).to(tl.int32), at)
+{_first(layout, numbers)}"""
 
 
 def _first(layout: Layout, numbers: str) -> str:
@@ -363,11 +395,7 @@ def _decode(program: Program, layout: Layout, numbers: str) -> str:
     lines = [
         wait if layout.ragged else "",
         "program = tl.program_id(0)",
-        "programs = tl.num_programs(0)",
-        _total(layout, numbers),
-        "at = program * per + tl.minimum(program, rest)",
-        "end = tl.where(program < slices, at + per + (program < rest).to(tl.int32), at)",
-        _first(layout, numbers),
+        _slice(layout, numbers),
         "packed = tl.arange(0, ROWS)",
         "row = packed // group",
         "lives = packed < rows * group",
@@ -379,7 +407,12 @@ def _decode(program: Program, layout: Layout, numbers: str) -> str:
     return joined(*lines)
 
 
-def _merge(program: Program, layout: Layout, numbers: str) -> str:
+def _parts(layout: Layout, numbers: str) -> str:
+    """``lowest``, ``count``: the first program that has blocks of ``head``, and how many do."""
+    if layout.apart:
+        return f"""{_apart(numbers)}
+lowest = head * parts
+count = tl.where(each > 0, share, 0)"""
     if layout.ragged:
         counted = f"""before = 0
 for i in range(0, batches, 128):
@@ -389,6 +422,17 @@ found = blocks(columns, rows, {numbers}BLOCK)
 before = before * kv_heads + inner * found"""
     else:
         counted = "found = each\nbefore = head * each"
+    return f"""{_total(layout, numbers)}
+{counted}
+wide = rest * (per + 1)
+start = before
+end = before + found - 1
+lowest = tl.where(start < wide, start // (per + 1), rest + (start - wide) // tl.maximum(per, 1))
+most = tl.where(end < wide, end // (per + 1), rest + (end - wide) // tl.maximum(per, 1))
+count = tl.where(found > 0, most - lowest + 1, 0)"""
+
+
+def _merge(program: Program, layout: Layout, numbers: str) -> str:
     failed = "sum = tl.where(impossible, float('nan'), sum)" if layout.ragged else ""
     nothing = "float('nan')" if program.empty == "nan" else "0.0"
     wait = "in_turn(PDL)"
@@ -398,14 +442,7 @@ head = tl.program_id(0) // (rows * group)
 b = head // kv_heads
 inner = head % kv_heads
 {_columns(layout)}
-{_total(layout, numbers)}
-{counted}
-wide = rest * (per + 1)
-start = before
-end = before + found - 1
-lowest = tl.where(start < wide, start // (per + 1), rest + (start - wide) // tl.maximum(per, 1))
-most = tl.where(end < wide, end // (per + 1), rest + (end - wide) // tl.maximum(per, 1))
-count = tl.where(found > 0, most - lowest + 1, 0)
+{_parts(layout, numbers)}
 d = tl.arange(0, WIDE)
 {"" if layout.ragged else wait}
 top = tl.full([], -float('inf'), tl.float32)
@@ -418,13 +455,13 @@ for i in range(0, count, SLOTS):
     sums = tl.load(stats_ptr + 2 * slot + 1, mask=j < count, other=0.0)
     some = (j < count)[:, None] & (d < {layout.value_dim})[None, :]
     where = partial_ptr + (slot * {layout.value_dim})[:, None] + d[None, :]
-    parts = tl.load(where, mask=some, other=0.0)
+    partial = tl.load(where, mask=some, other=0.0)
     highest = tl.maximum(top, tl.max(tops, 0))
     shift = tl.where(highest == -float('inf'), 0.0, highest)
     weight = tl.exp2(tops - shift)
     faded = tl.exp2(top - shift)
     sum = sum * faded + tl.sum(weight * sums, 0)
-    o = o * faded + tl.sum(weight[:, None] * parts, 0)
+    o = o * faded + tl.sum(weight[:, None] * partial, 0)
     top = highest
 {failed}
 out = tl.where(sum == 0.0, {nothing}, o / sum)
@@ -444,7 +481,7 @@ def kernels(program: Program, layout: Layout) -> tuple[Any, Any]:
     numbers = "".join(f"{n}, " for n in _numbers(program))
     helpers = {**_helpers(program, layout), "in_turn": in_turn}
     # What grows from step to step does not make another kernel.
-    growing = ["batches", "capacity", *_numbers(program)]
+    growing = ["batches", "capacity", *(["parts"] if layout.apart else []), *_numbers(program)]
     decode = kernel_of(
         "decode", arguments(program, layout),
         ["ROWS", "BLOCK", "LEAST", "STAGES", "PRECISION", "PDL"],
@@ -452,6 +489,7 @@ def kernels(program: Program, layout: Layout) -> tuple[Any, Any]:
     )  # fmt: skip
     merge = kernel_of(
         "merge", merge_arguments(program, layout), ["SLOTS", "BLOCK", "LEAST", "WIDE", "PDL"],
-        _merge(program, layout, numbers), helpers, [*growing, "programs"],
+        _merge(program, layout, numbers), helpers,
+        growing if layout.apart else [*growing, "programs"],
     )  # fmt: skip
     return decode, merge

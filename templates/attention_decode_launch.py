@@ -17,6 +17,9 @@ from .dependent import launched
 from .tilings import tunable
 
 ROWS = 64  # query rows of a KV head, at most
+# Blocks of a program from which heads of their own are measured to be faster. Of fewer the merge
+# weighs more, whose programs crowd on the multiprocessors that are left over.
+LONG = 32
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -64,6 +67,23 @@ def tiling(dtype: torch.dtype, dim: int, value_dim: int, rows: int, few: bool = 
     if bytes_of_key <= 256:
         return Tiling(64, 4, 4, True)
     return Tiling(64, 4, 4, True, per_sm=1) if few else Tiling(64, 4, 3, True)
+
+
+def division(
+    lines: int, blocks: int, most: int, least: int, ragged: bool = False
+) -> tuple[int, int]:
+    """(programs, parts) for ``lines`` heads of ``blocks`` each, or at most: programs of every head
+    alone; or as many as there may be, ``most``, and 0, where that would leave over a tenth idle or
+    have them end soon."""
+    programs = max(min(most, lines * blocks // least), 1)
+    if ragged:
+        return programs, 0
+    parts = min(most // lines, max(blocks // least, 1))
+    if parts * lines >= 0.9 * programs and blocks >= LONG * parts:
+        return parts * lines, parts
+    heads = triton.cdiv(lines, programs)  # of a program
+    even = lines % heads == 0 and lines // heads >= 0.9 * programs
+    return (lines // heads if even else programs), 0
 
 
 @functools.cache
@@ -123,14 +143,12 @@ def decode(
         lines=lines, keys=capacity, of="pages" if paged else "keys",
     )  # fmt: skip
     pages = "" if not paged else "many" if page_size % chosen.block else "one"
-    layout = attention_decode.Layout(
-        dim, value_dim, lengths is not None, pages, chosen.keys_first and q.itemsize == 2
-    )
-    decode_kernel, merge_kernel = attention_decode.kernels(program, layout)
-
-    whole = lines * triton.cdiv(capacity, chosen.block)
     most = chosen.programs or chosen.per_sm * _processors(q.device)
-    programs = max(min(most, whole // chosen.least), 1)
+    blocks, ragged = triton.cdiv(capacity, chosen.block), lengths is not None
+    programs, parts = division(lines, blocks, most, chosen.least, ragged)
+    keys_first = chosen.keys_first and q.itemsize == 2
+    layout = attention_decode.Layout(dim, value_dim, ragged, pages, keys_first, parts > 0)
+    decode_kernel, merge_kernel = attention_decode.kernels(program, layout)
     slots = (programs + lines) * rows * group
     partial = torch.empty((slots, value_dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((slots, 2), dtype=torch.float32, device=q.device)
@@ -139,7 +157,7 @@ def decode(
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "partial_ptr": partial, "stats_ptr": stats,
         "out_ptr": out, "lse_ptr": lse, "lengths_ptr": lengths, "table_ptr": block_table,
         "batches": batch, "kv_heads": kv_heads, "group": group, "rows": rows, "capacity": capacity,
-        "page_size": page_size, "programs": programs,
+        "page_size": page_size, "programs": programs, "parts": parts,
         "table_b": 0 if block_table is None else block_table.stride(0),
     }  # fmt: skip
     for name, t in (("q", q), ("out", out)):
@@ -160,7 +178,7 @@ def decode(
         PRECISION=_precision(q.dtype, precision), num_warps=chosen.warps,
     )  # fmt: skip
     given = {n: values[n] for n in attention_decode.merge_arguments(program, layout)}
-    expected = triton.next_power_of_2(min(programs, programs // lines + 2))
+    expected = triton.next_power_of_2(parts or min(programs, programs // lines + 2))
     launched(merge_kernel, wrap_triton(merge_kernel), q, (lines * group * rows,))(
         **given, **common, SLOTS=max(2, min(expected, 64)),
         WIDE=triton.next_power_of_2(value_dim), num_warps=4 if expected > 8 else 1,

@@ -24,9 +24,7 @@ from inductor_ext.ops import _attention_choice as choice
 from inductor_ext.ops import _attention_composed as composed
 from inductor_ext.ops import _attention_options as options_of
 from inductor_ext.ops._attention_conditions import LARGEST_PLACE
-from inductor_ext.ops._attention_dropout import seed_of
 from inductor_ext.ops._opaque import opaque_op
-from inductor_ext.ops._rows import beside
 from inductor_ext.templates.attention_dropout import Dropout
 from inductor_ext.templates.attention_program import Input, Program
 
@@ -161,7 +159,7 @@ def _attention(
     chosen = choice.forward(_case(q, k, v, program))
     if chosen == "composed":
         out, lse = _results(q, v)
-        composed.forward(q, k, v, inputs, numbers, score, empty, out, lse, _drop(seed, dropout))
+        composed.forward(q, k, v, inputs, numbers, score, empty, out, lse, drop(seed, dropout))
         return out, lse
     assert program is not None
     if chosen == "cudnn":
@@ -175,12 +173,13 @@ def _attention(
         from inductor_ext.templates import attention_launch as launch
 
         out, lse = launch.forward(
-            q, k, v, inputs, numbers, program, float32_precision(), dropout=_drop(seed, dropout)
+            q, k, v, inputs, numbers, program, float32_precision(), dropout=drop(seed, dropout)
         )
     return _laid(out, q), lse.contiguous()
 
 
-def _drop(seed: Tensor | None, probability: float) -> Dropout | None:
+def drop(seed: Tensor | None, probability: float) -> Dropout | None:
+    """What the kernels and the composed functions take of a seed; None for no dropout."""
     if seed is None:
         return None
     return Dropout(seed, probability)
@@ -234,7 +233,7 @@ def _backward(
         of_inputs = [n and i in program.differentiable for i, n in enumerate(needed[3:])]
         *found, dinputs = launch.backward(
             do, dlse, q, k, v, inputs, numbers, program, out, lse, [*needed[:3], *of_inputs],
-            float32_precision(), dropout=_drop(seed, dropout),
+            float32_precision(), dropout=drop(seed, dropout),
         )  # fmt: skip
         dinputs = [
             f if there else x.new_zeros(()).expand(x.shape)
@@ -242,7 +241,7 @@ def _backward(
         ]
     else:
         *found, dinputs = composed.backward(
-            do, dlse, q, k, v, inputs, numbers, score, needed, _drop(seed, dropout)
+            do, dlse, q, k, v, inputs, numbers, score, needed, drop(seed, dropout)
         )  # fmt: skip
     dq, dk, dv = (
         _laid(part, t) if need else t.new_empty(0)
@@ -409,7 +408,7 @@ def _again(ctx: Any, seed: Tensor | None, tensors: Any, do: Tensor, dlse: Tensor
         ]
         out, lse = composed.attention(
             own[0], own[1], own[2], own[3:], ctx.numbers, ctx.score, ctx.empty,
-            _drop(seed, ctx.dropout),
+            drop(seed, ctx.dropout),
         )  # fmt: skip
         pairs = [(out, do)] if dlse is None else [(out, do), (lse, dlse.to(lse.dtype))]
         leaves = [t for t, f in zip(own, floating, strict=True) if f]
@@ -450,71 +449,3 @@ def _(
     q, k, v = (folded(t, dim) for t, dim in zip((q, k, v), in_dims, strict=False))
     out, lse = _attention(q, k, v, read, numbers, score, empty)
     return (out.unflatten(0, (count, batch)), lse.unflatten(0, (count, batch))), (0, 0)
-
-
-# --- as functions ---------------------------------------------------------------------------------
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, inputs: list[Tensor], numbers: list[Any], score: str,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse), differentiable any number of times, under any transform."""
-    seed = seed_of(q.device) if dropout else None
-    if under_functorch():
-        drop = _drop(seed, dropout)
-        return composed.attention(q, k, v, inputs, numbers, score, "zero", drop)
-    inputs = [_own_elements(x) for x in inputs]
-    with beside(q):
-        return _attention(q, k, v, inputs, numbers, score, "zero", seed, dropout)
-
-
-def _own_elements(x: Tensor) -> Tensor:
-    """An input; an expanded one that will be asked for its own gradient gets memory for it."""
-    asked = x.requires_grad and x.is_leaf
-    return x.clone(memory_format=torch.contiguous_format) if asked and 0 in x.stride() else x
-
-
-def of_lengths(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None, lengths: Tensor, score: Any,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same of keys of which each sequence has its own number."""
-    tensors = q, k, v, *score.inputs
-    if (
-        not dropout
-        and not under_functorch()
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    ):
-        with beside(q):
-            return _ragged(
-                q, k, v, block_table, lengths, score.inputs, score.numbers, score.text, "zero"
-            )
-    k, v, text, inputs = dense(k, v, block_table, lengths, score)
-    return attend(q, k, v, inputs, score.numbers, text, dropout)
-
-
-def dense(
-    k: Tensor, v: Tensor, block_table: Tensor | None, lengths: Tensor | None, score: Any
-) -> tuple[Tensor, Tensor, str, list[Tensor]]:
-    """Keys and values out of their pages, and the score with lengths among its inputs."""
-    if block_table is not None:
-        k, v = gathered(k, block_table), gathered(v, block_table)
-    if lengths is None:
-        return k, v, score.text, score.inputs
-    return k, v, *options_of.with_lengths(score.text, lengths, score.inputs)
-
-
-def column_sums(
-    q: Tensor, k: Tensor, lse: Tensor, inputs: list[Tensor], numbers: list[Any], score: str,
-    first_row: Any,
-) -> Tensor:  # fmt: skip
-    if under_functorch():
-        raise NotImplementedError(
-            "return_colsum is expected outside of transforms of torch.func, got it in one"
-        )
-    with torch.no_grad(), beside(q):
-        return _columns(
-            q.detach(), k.detach(), lse.detach(), [x.detach() for x in inputs], numbers, score,
-            first_row,
-        )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from inductor_ext.templates.attention_dropout import LARGEST, LEAST
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WHOLE = (torch.int32, torch.int64)
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 
 
 def _on(name: str, t: Tensor, q: Tensor) -> None:
@@ -19,9 +21,17 @@ def _on(name: str, t: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} is expected on {q.device}, where q is, got {t.device}")
 
 
-def _tensor(name: str, t: Any) -> None:
+def check_tensor(name: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} is expected as a tensor, got {type(t).__name__}")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name} is expected as a dense tensor, got one of {t.layout}")
+
+
+def check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is expected as True or False, got {type(value).__name__}")
 
 
 def _said(shape: Any) -> str:
@@ -41,7 +51,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
     if paged:
         forms |= {"k": "[pages, page size, Hkv, D]", "v": "[pages, page size, Hkv, Dv]"}
     for name, t in (("q", q), ("k", k), ("v", v)):
-        _tensor(name, t)
+        check_tensor(name, t)
         if t.dim() != 4:
             raise ValueError(f"{name} is expected as {forms[name]}, got {_said(t.shape)}")
         if t.dtype not in DTYPES or t.dtype != q.dtype:
@@ -69,7 +79,9 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
 
 def check_numbers(scale: Any, softcap: Any, dropout: Any) -> None:
     for name, value in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
-        if value is not None and (isinstance(value, (Tensor, str, bool))):
+        if value is None and name != "dropout":
+            continue
+        if not isinstance(value, _NUMBERS) or isinstance(value, bool):
             raise TypeError(f"{name} is expected as a number, got {type(value).__name__}")
     if scale is not None and not 0 < abs(scale) < math.inf:
         raise ValueError(f"scale is expected as a finite number other than 0, got {scale}")
@@ -93,7 +105,10 @@ def causal_of(causal: Any) -> str:
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    """Whether a value is a whole number of 64 bits."""
+    if isinstance(value, torch.SymInt):
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
 def window_of(window: Any) -> tuple[Any, Any]:
@@ -114,7 +129,7 @@ def check_sinks(sinks: Any) -> None:
 
 def check_bias(bias: Tensor, q: Tensor, columns: Any) -> Tensor:
     """The bias with four dimensions."""
-    _tensor("bias", bias)
+    check_tensor("bias", bias)
     known = (torch.bool, q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32)
     if bias.dtype not in known:
         said = " or ".join(str(d) for d in dict.fromkeys(known))
@@ -130,7 +145,7 @@ def check_bias(bias: Tensor, q: Tensor, columns: Any) -> Tensor:
 
 
 def check_slot_bias(beta: Tensor, q: Tensor, own: Any, columns: Any) -> None:
-    _tensor("slot_bias", beta)
+    check_tensor("slot_bias", beta)
     known = (q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32)
     if beta.dtype not in known:
         said = " or ".join(str(d) for d in dict.fromkeys(known))
@@ -148,7 +163,7 @@ def check_slot_bias(beta: Tensor, q: Tensor, own: Any, columns: Any) -> None:
 
 
 def check_sink(sink: Tensor, q: Tensor) -> None:
-    _tensor("sink", sink)
+    check_tensor("sink", sink)
     if not sink.dtype.is_floating_point:
         raise TypeError(f"sink is expected as floating point, got {sink.dtype}")
     _on("sink", sink, q)
@@ -163,7 +178,7 @@ def segments_of(segments: Any, q: Tensor, columns: Any) -> tuple[Tensor, Tensor]
     if len(pair) != 2:
         raise ValueError(f"segments are expected as a tensor or a pair, got {len(pair)} of them")
     for side, t, size in zip(("query rows", "keys"), pair, (q.shape[2], columns), strict=True):
-        _tensor("segments", t)
+        check_tensor("segments", t)
         if t.dtype not in WHOLE:
             raise TypeError(f"segments are expected as int32 or int64, got {t.dtype}")
         _on("segments", t, q)
@@ -186,7 +201,7 @@ def segments_of(segments: Any, q: Tensor, columns: Any) -> tuple[Tensor, Tensor]
 
 
 def check_pages(table: Tensor, lengths: Tensor | None, q: Tensor) -> None:
-    _tensor("block_table", table)
+    check_tensor("block_table", table)
     if table.dtype not in WHOLE:
         raise TypeError(f"block_table is expected as int32 or int64, got {table.dtype}")
     _on("block_table", table, q)
@@ -200,7 +215,7 @@ def check_pages(table: Tensor, lengths: Tensor | None, q: Tensor) -> None:
 
 
 def check_lengths(lengths: Tensor, q: Tensor) -> None:
-    _tensor("lengths", lengths)
+    check_tensor("lengths", lengths)
     if lengths.dtype not in WHOLE:
         raise TypeError(f"lengths are expected as int32 or int64, got {lengths.dtype}")
     _on("lengths", lengths, q)
@@ -209,6 +224,10 @@ def check_lengths(lengths: Tensor, q: Tensor) -> None:
 
 
 def check_score_inputs(score_mod: Any, inputs: Any, q: Tensor, columns: Any) -> None:
+    if not isinstance(inputs, (tuple, list)):
+        raise TypeError(
+            f"score_inputs are expected as a tuple or list of tensors, got {type(inputs).__name__}"
+        )
     if score_mod is None:
         if inputs:
             raise ValueError("score_inputs are expected only beside a score_mod, got some")
@@ -217,7 +236,7 @@ def check_score_inputs(score_mod: Any, inputs: Any, q: Tensor, columns: Any) -> 
         raise TypeError(f"score_mod is expected as a function, got {type(score_mod).__name__}")
     shape = (*q.shape[:3], columns)
     for t in inputs:
-        _tensor("each of score_inputs", t)
+        check_tensor("each of score_inputs", t)
         _on("each of score_inputs", t, q)
         if not _fits(t, shape, ones=True):
             raise ValueError(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from inductor_ext.ops import _attention as operation
+from inductor_ext.ops import _attention_calls as calls
 from inductor_ext.ops import _attention_checks as checks
 from inductor_ext.ops import _attention_options as options_of
 from inductor_ext.ops._rows import is_zero
@@ -91,6 +91,7 @@ def attention(
     """
     checks.check_heads(q, k, v, block_table is not None)
     checks.check_numbers(scale, softcap, dropout)
+    checks.check_flags(return_lse=return_lse, return_colsum=return_colsum)
     if block_table is not None:
         checks.check_pages(block_table, lengths, q)
     if lengths is not None:
@@ -126,9 +127,9 @@ def attention(
         )  # fmt: skip
     score = options_of.score_of(options, q.shape[1], q.shape[1] // own)
     if lengths is not None:
-        out, lse = operation.of_lengths(q, k, v, block_table, lengths, score, dropout)
+        out, lse = calls.of_lengths(q, k, v, block_table, lengths, score, dropout)
     else:
-        out, lse = operation.attend(q, k, v, score.inputs, score.numbers, score.text, dropout)
+        out, lse = calls.attend(q, k, v, score.inputs, score.numbers, score.text, dropout)
     if sink is not None:
         own_sink = sink.to(lse.dtype)[:, None]
         out = (out * torch.sigmoid(lse - own_sink).unsqueeze(-1)).to(q.dtype)
@@ -137,7 +138,7 @@ def attention(
     if return_lse:
         results.append(lse)
     if return_colsum:
-        k, _, text, inputs = operation.dense(k, v, block_table, lengths, score)
+        k, _, text, inputs = calls.dense(k, v, block_table, lengths, score)
         first = 0 if colsum_rows is None else q.shape[2] - colsum_rows
-        results.append(operation.column_sums(q, k, lse, inputs, score.numbers, text, first))
+        results.append(calls.column_sums(q, k, lse, inputs, score.numbers, text, first))
     return tuple(results) if len(results) > 1 else out

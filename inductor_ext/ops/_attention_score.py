@@ -99,7 +99,10 @@ def _values(fn: Score, kinds: Sequence[Any], numbers: int, sizes: Sequence[int])
     tensors = [torch.ones(tuple(sizes)), *positions(sizes), *counts, *inputs]
 
     def flat(*args: Tensor) -> Tensor:
-        return fn(*args[:7], list(args[7 : 7 + numbers]), list(args[7 + numbers :]))
+        found = fn(*args[:7], list(args[7 : 7 + numbers]), list(args[7 + numbers :]))
+        if not isinstance(found, Tensor):
+            raise NotPointwise(f"it gives no tensor but {type(found).__name__}")
+        return found
 
     graph = compat_fx.pointwise_graph(flat, tensors)
     builder = Builder(like="b")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from inductor_ext.compat import float32_precision
 from inductor_ext.compat_runtime import under_functorch
+from inductor_ext.ops import _attention_checks as checks
 from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.templates import sparse_attention_launch as kernels
 
@@ -192,8 +193,7 @@ _attention.register_autograd(_grad, setup_context=_setup)
 
 def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int) -> None:
     for name, t in (("q", q), ("kv", kv), ("indices", indices)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} is expected as a tensor, got {type(t).__name__}")
+        checks.check_tensor(name, t)
     for name, n, kinds in (("scale", scale, _NUMBERS), ("d_v", d_v, _WHOLE)):
         if not isinstance(n, kinds) or isinstance(n, bool):
             said = "a number" if kinds is _NUMBERS else "a whole number"
@@ -264,6 +264,7 @@ def sparse_attention(
     Raises ValueError or TypeError for what does not fit.
     """
     _check(q, kv, indices, scale, d_v)
+    checks.check_flags(return_lse=return_lse)
     single = q.dim() == 3
     if single:
         q, indices = q[None], indices[None]

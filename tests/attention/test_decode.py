@@ -30,6 +30,7 @@ def poisoned(monkeypatch):
     def nan(*sizes, **options):
         return torch.full(*sizes, math.nan, **options)
 
+    monkeypatch.setattr(launch, "LONG", 1)
     monkeypatch.setattr(launch.torch, "empty", nan)
     monkeypatch.setattr(launch, "_like", lambda q, size: _nan_like(q, size))
 
@@ -96,6 +97,16 @@ def test_scores(name, keys_first):
 @pytest.mark.parametrize("Sk", [1, 31, 257])
 def test_lengths_of_keys(Sk):
     check(reference.plain(0.2), reference.draw(1, 2, 2, 1, Sk, 32, BF16))
+
+
+def test_heads_have_programs_of_their_own(monkeypatch):
+    """But for where more than a tenth of the card would idle, of few blocks, and ragged ones."""
+    monkeypatch.undo()
+    assert launch.division(8, 512, 132, 4) == (128, 16)
+    assert launch.division(8, 256, 132, 4) == (132, 0)
+    assert launch.division(100, 256, 132, 4) == (132, 0)
+    assert launch.division(512, 32, 264, 4) == (256, 0)  # two heads each
+    assert launch.division(8, 512, 132, 4, ragged=True) == (132, 0)
 
 
 def test_slices():

@@ -184,6 +184,7 @@ BAD = {
     "scale is expected as a number, got NoneType": {"scale": None},
     "scale is expected as a number, got bool": {"scale": True},
     "d_v is expected as a whole number, got float": {"d_v": 4.0},
+    "return_lse is expected as True or False, got int": {"return_lse": 1},
 }
 
 

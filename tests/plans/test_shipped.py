@@ -10,6 +10,7 @@ import torch
 import inductor_ext
 from inductor_ext import active_plan, plan_file, planned_launches, plans
 from inductor_ext.ops import _attention as attention
+from inductor_ext.ops import _attention_calls as calls
 from inductor_ext.plan import Plan
 from inductor_ext.testing import compile_for
 
@@ -126,7 +127,7 @@ def word_of_attention(monkeypatch):
     def word_of(fn, args):
         with monkeypatch.context() as patched:
             patched.setattr(attention, "kernels_apply", lambda q: True)
-            patched.setattr(attention, "attend", attend)
+            patched.setattr(calls, "attend", attend)
             with pytest.raises(Computed) as computed:
                 fn(*args)
         (program,) = computed.value.args
