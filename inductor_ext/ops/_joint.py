@@ -214,7 +214,7 @@ def _of_rows(
     a0, b = a0.contiguous(), b.contiguous()
     with _rows.beside(x):
         plain = dx is None and c is None and not softcap
-        group = groups.takes(x) if plain else None
+        group = groups.takes(1, x) if plain else None
         if group is not None:
             made = launch.like_rows(x)
             rows = groups.rows_and_gradient(x, made, target, a0, a1, b, scale, group)
