@@ -62,6 +62,13 @@ def memory_of(view: Any) -> tuple[Any, int] | None:
     return (logits, along) if fits else None
 
 
+def places_apart(rows: Any, base: Any, dim: int) -> Any:
+    """``base``, or what has its shape, as [N, C, D] around its classes."""
+    shape = value(base).shape
+    sizes = rows.sizes([math.prod(shape[:dim]), shape[dim]])
+    return rows.editor.call(aten.view.default, base, [*sizes, -1])
+
+
 def check_trained(core: Core) -> None:
     """Raise where a training step is left to stock."""
     classes = compat.hint(compat.expr(value(core.x).shape[core.dim]))

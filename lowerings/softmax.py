@@ -155,9 +155,7 @@ def _emit_strided(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     rows = RowValues(graph, numbers, editor, x, [last])
     places = {c.peak if c.peak.target is aten.amax.default else c.peak.args[0] for c in group}
     editor.before(next(node for node in graph.nodes if node in places))
-    shape = value(x).shape
-    sizes = rows.sizes([math.prod(shape[:dim]), shape[dim]])
-    base = editor.call(aten.view.default, last.base, [*sizes, -1])
+    base = classes_strided.places_apart(rows, last.base, dim)
     operation = editor.call(STRIDED, base, last.scale, last.softcap)
     wanted = rows.sizes(row_shape(x, dim))
     pair = [
@@ -279,12 +277,14 @@ def _groups(graph: Any, numbers: Numbers) -> list[list[Core]]:
     return list(groups.values())
 
 
-def _take_gradient(graph: Any, y: Any, log: bool, here: str) -> None:
+def _take_gradient(graph: Any, y: Any, log: bool, dim: int, here: str) -> None:
     """The gradient of a softmax whose values are y, where one kernel is faster than stock."""
-    found = softmax_gradients.match(y, log)
+    found = softmax_gradients.match(y, log, dim)
     if found is not None:
-        softmax_gradients.emit(graph, y, log, *found)
+        softmax_gradients.emit(graph, y, log, dim, *found)
         why = "a row is too long to be in L2 when stock reads it a second time"
+        if dim < value(y).dim() - 1:
+            why = "a thread has all classes of its places"
         report.record(
             report.Decision(NAME, True, "softmax_backward", why, f"{here}, gradient", "heuristic")
         )
@@ -301,7 +301,9 @@ def rewrite(graph: Any) -> None:
         here, softmaxes = group[0].site(), len({numbers.of(core.total) for core in group})
         try:
             check(graph, numbers, group)
-            if group[0].dim != value(group[0].x).dim() - 1:
+            levels, dim = levels_of(group[0].x, numbers), group[0].dim
+            whole = softmax_values.written(group, levels, of_tangent)
+            if whole is None and dim != value(group[0].x).dim() - 1:
                 _check_values(graph, group, of_tangent)
                 if tangents:
                     classes_strided.check_trained(group[0])
@@ -311,11 +313,9 @@ def rewrite(graph: Any) -> None:
                     report.Decision(NAME, True, "class_statistics", why, here, "heuristic")
                 )
                 continue
-            levels = levels_of(group[0].x, numbers)
-            whole = softmax_values.written(group, levels, of_tangent)
             if whole is not None:
                 y = softmax_values.emit(graph, numbers, group[0], levels, *whole)
-                _take_gradient(graph, y, whole[1], here)
+                _take_gradient(graph, y, whole[1], dim, here)
             else:
                 _check_sweeps(graph, numbers, group)
                 _emit(graph, numbers, group)

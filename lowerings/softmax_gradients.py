@@ -21,6 +21,7 @@ from inductor_ext.ops import _softmax
 
 aten, prims = torch.ops.aten, torch.ops.prims
 BACKWARD = _softmax._backward._opoverload
+STRIDED = _softmax._backward_strided._opoverload
 STOCK_BYTES = 65536  # of a row
 
 
@@ -28,8 +29,8 @@ def _one(node: Any) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _less_times_sum(b: Any) -> tuple[Any, Any] | None:
-    """(a, a - b sum(a)) for a sum over the last dimension; b is read in no other product."""
+def _less_times_sum(b: Any, dim: int) -> tuple[Any, Any] | None:
+    """(a, a - b sum(a)) for a sum over dimension ``dim``; b is read in no other product."""
     for product in b.users:
         result = _one(product)
         if result is None:
@@ -45,29 +46,31 @@ def _less_times_sum(b: Any) -> tuple[Any, Any] | None:
                 continue
         else:
             continue
-        if isinstance(total, torch.fx.Node) and _is_row_sum(total, a) and len(total.users) == 1:
+        if isinstance(total, torch.fx.Node) and _is_row_sum(total, a, dim) and len(total.users) == 1:
             return a, result
     return None
 
 
-def _is_row_sum(node: Any, a: Any) -> bool:
-    """Whether a node is the sum of ``a`` over its last dimension, which is kept."""
+def _is_row_sum(node: Any, a: Any, dim: int) -> bool:
+    """Whether a node is the sum of ``a`` over a dimension, which is kept."""
     keeps = node.target is aten.sum.dim_IntList and len(node.args) > 2 and node.args[2]
-    return bool(keeps and node.args[0] is a and reduced(node) == [value(a).dim() - 1])
+    return bool(keeps and node.args[0] is a and reduced(node) == [dim])
 
 
-def match(y: Any, log: bool) -> tuple[Any, Any, float] | None:
-    """(g, dx, the factor in dx) of the gradient of the softmax with the values y in memory; None
-    where there is none of this form, or it is best where it is."""
+def match(y: Any, log: bool, dim: int) -> tuple[Any, Any, float] | None:
+    """(g, dx, the factor in dx) of the gradient of the softmax over ``dim`` with the values y in
+    memory; None where there is none of this form, or it is best where it is."""
     tensor = value(y)
     columns = tensor.shape[-1]
-    if not isinstance(columns, int) or columns * tensor.element_size() <= STOCK_BYTES:
+    if dim == tensor.dim() - 1 and not (
+        isinstance(columns, int) and columns * tensor.element_size() > STOCK_BYTES
+    ):
         return None
     for wide in (y, *(user for user in y.users if keeps_value(user))):
         for b in (
             (user for user in wide.users if user.target is aten.exp.default) if log else [wide]
         ):
-            found = _less_times_sum(b)
+            found = _less_times_sum(b, dim)
             if found is None:
                 continue
             g, dx = found
@@ -103,17 +106,22 @@ def _end(dx: Any) -> tuple[Any, float]:
         dx = user
 
 
-def emit(graph: Any, y: Any, log: bool, g: Any, dx: Any, factor: float) -> None:
+def emit(graph: Any, y: Any, log: bool, dim: int, g: Any, dx: Any, factor: float) -> None:
     """Put the operation in place of the gradient."""
     editor = Editor(graph)
     editor.before(dx)
     shape = value(dx).shape
-    if len(shape) != 2:
-        y, g = (editor.call(aten.view.default, t, [-1, shape[-1]]) for t in (y, g))
-    made = editor.call(BACKWARD, y, g, factor, log)
-    if len(shape) != 2:
+    view = aten.view.default
+    if dim < len(shape) - 1:  # y is a view of what the operation for such classes makes
+        values, back = y.args
+        g = editor.call(view, g, values.args[0].args[1])
+        made = editor.call(view, editor.call(STRIDED, values, g, factor, log), back)
+    elif len(shape) == 2:
+        made = editor.call(BACKWARD, y, g, factor, log)
+    else:
+        y, g = (editor.call(view, t, [-1, shape[-1]]) for t in (y, g))
         sizes = [s if isinstance(s, int) else editor.call(aten.sym_size.int, dx.args[0], i)
                  for i, s in enumerate(shape)]  # fmt: skip
-        made = editor.call(aten.view.default, made, sizes)
+        made = editor.call(view, editor.call(BACKWARD, y, g, factor, log), sizes)
     dx.replace_all_uses_with(made)
     editing.erase_unused(graph, [dx])
