@@ -118,12 +118,34 @@ def values(x, y):
     return x.softmax(1)
 
 
+def log_values(x, y):
+    return (x / 2).log_softmax(1)
+
+
+@pytest.mark.parametrize("fn", [values, log_values])
+def test_numbers_of_values(fn, judged):
+    code = judged(fn, drawn(2, 19, 5, 7))
+    assert {d.chosen for d in code.decisions if d.fired} == {"softmax_forward", "softmax_backward"}
+    assert len(code.calls) == 2
+
+
+def test_values_of_sizes_that_change(judged):
+    places = {0: None, 2: None}
+    run, changes = drawn(3, 19, 4, 7), {0: places, 1: {0: None, 1: None}}
+    code = judged(values, drawn(2, 19, 5, 7), run=run, dynamic=changes)
+    assert len(code.calls) == 2
+
+
+def read_on(x, y):
+    return x.softmax(1).sub(0.1).relu()
+
+
 def test_what_is_left_is_stocks_code():
     x, y = drawn(4, 19, 8, 8)
-    code = compile_for("h200", values, x.requires_grad_(), y, grad=True)
+    code = compile_for("h200", read_on, x.requires_grad_(), y, grad=True)
     assert not any(d.fired for d in code.decisions)
     with inductor_ext.disable():
-        assert [k.source for k in compile_for("h200", values, x, y, grad=True).kernels] == [
+        assert [k.source for k in compile_for("h200", read_on, x, y, grad=True).kernels] == [
             k.source for k in code.kernels
         ]
 
