@@ -46,7 +46,11 @@ def _less_times_sum(b: Any, dim: int) -> tuple[Any, Any] | None:
                 continue
         else:
             continue
-        if isinstance(total, torch.fx.Node) and _is_row_sum(total, a, dim) and len(total.users) == 1:
+        if (
+            isinstance(total, torch.fx.Node)
+            and _is_row_sum(total, a, dim)
+            and len(total.users) == 1
+        ):
             return a, result
     return None
 

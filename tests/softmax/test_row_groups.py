@@ -117,7 +117,9 @@ def test_loss_and_gradient(z, group, programs, delay, define):
 def test_who_waits_in_vain_writes_nan(define):
     x, y = torch.randn(3, 64), torch.zeros(3, 64)
     _, given = groups.arguments(0, x, x, y, 1.0, Group(2, 1, 3), 2)
-    kernels = iter([lambda: define("group_kernel"), lambda: lambda **_: None])  # the second program never comes
+    kernels = iter(
+        [lambda: define("group_kernel"), lambda: lambda **_: None]
+    )  # the second program never comes
     interpret(lambda: next(kernels)(), 2, given | {"PATIENCE": 3}, together=True)
     assert y[:, :32].isnan().all() and not y[:, 32:].any()
 
