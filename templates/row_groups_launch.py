@@ -100,12 +100,6 @@ def kernels() -> ModuleType:
     return row_groups
 
 
-def loss_kernels() -> ModuleType:
-    from . import row_groups_loss
-
-    return row_groups_loss
-
-
 def arguments(
     kind: int, x: torch.Tensor, g: torch.Tensor, y: torch.Tensor, scale: float, group: Group,
     programs: int,
@@ -147,32 +141,3 @@ def backward(
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     launch(LOG_SOFTMAX_BACKWARD if log else SOFTMAX_BACKWARD, y, g, dx, scale, group)
     return dx
-
-
-def loss_arguments(
-    x: torch.Tensor, dx: torch.Tensor, target: torch.Tensor, a0: torch.Tensor,
-    a1: torch.Tensor | None, b: torch.Tensor, results: list[torch.Tensor], scale: float,
-    group: Group, programs: int,
-) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """``arguments`` of a launch of ``row_groups_loss``; results: peak, total, picked [N]."""
-    grid, given = arguments(0, x, x, dx, scale, group, programs)
-    for name in ("G", "Y", "g_stride", "y_stride", "KIND"):
-        del given[name]
-    peak, total, picked = results
-    return grid, given | {
-        "DX": dx, "T": target, "A0": a0, "A1": a0 if a1 is None else a1, "B": b, "PEAK": peak,
-        "TOTAL": total, "PICKED": picked, "dx_stride": dx.stride(0), "t_stride": target.stride(0),
-        "Z": a1 is not None,
-    }  # fmt: skip
-
-
-def rows_and_gradient(
-    x: torch.Tensor, dx: torch.Tensor, target: torch.Tensor, a0: torch.Tensor,
-    a1: torch.Tensor | None, b: torch.Tensor, scale: float, group: Group,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Write dx, which is not x; (peak, total, picked) of ``row_gradient``."""
-    results = [torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(3)]
-    most = _multiprocessors(x.device) * group.resident
-    programs, given = loss_arguments(x, dx, target, a0, a1, b, results, scale, group, most)
-    loss_kernels().group_loss_kernel[(programs,)](**given, launch_cooperative_grid=True)
-    return results

@@ -26,7 +26,6 @@ from inductor_ext.ops import _rows
 from inductor_ext.ops._linear_chunks import by_chunks, empty_gradients
 from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.templates import cross_entropy_launch as launch
-from inductor_ext.templates import row_groups_launch as groups
 from inductor_ext.templates import scaling
 
 # Inductor may pad the rows of logits that it makes, as it does for its own kernels.
@@ -211,15 +210,10 @@ def _of_rows(
         return *rows, (launch.like_rows(x) if dx is None else dx).copy_(made)
     x = x if x.stride(1) == 1 else x.contiguous()
     a1, c = (None if f is None else f.contiguous() for f in (a1, c))
-    a0, b = a0.contiguous(), b.contiguous()
     with _rows.beside(x):
-        plain = dx is None and c is None and not softcap
-        group = groups.takes(1, x) if plain else None
-        if group is not None:
-            made = launch.like_rows(x)
-            rows = groups.rows_and_gradient(x, made, target, a0, a1, b, scale, group)
-            return rows[0], rows[1], a0.new_empty(0), rows[2], made
-        return launch.rows_and_gradient(x, target, a0, a1, b, c, scale, softcap, dx=dx)
+        return launch.rows_and_gradient(
+            x, target, a0.contiguous(), a1, b.contiguous(), c, scale, softcap, dx=dx
+        )
 
 
 def _like_statistics(a0: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
