@@ -302,11 +302,12 @@ def rewrite(graph: Any) -> None:
         try:
             check(graph, numbers, group)
             levels, dim = levels_of(group[0].x, numbers), group[0].dim
-            whole = softmax_values.written(group, levels, of_tangent)
-            if whole is None and dim != value(group[0].x).dim() - 1:
+            strided = dim != value(group[0].x).dim() - 1
+            whole = None
+            if not strided or classes_strided.has_values(group[0]):
+                whole = softmax_values.written(group, levels, of_tangent)
+            if strided and whole is None:
                 _check_values(graph, group, of_tangent)
-                if tangents:
-                    classes_strided.check_trained(group[0])
                 _emit_strided(graph, numbers, group)
                 why = "one read of the logits"
                 report.record(

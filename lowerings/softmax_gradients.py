@@ -1,9 +1,10 @@
-"""The gradient of a softmax or log_softmax by one kernel, where rows are too long for stock.
+"""The gradient of a softmax or log_softmax by one kernel, where stock needs more of memory.
 
     dx = y (g - sum_j y_j g_j)        dx = g - e^y sum_j g_j
 
 Stock reads y and g twice. Up to 64 KB a row, it finds them in L2 the second time and loses nothing;
-of longer ones so many are under way that it does not. One kernel keeps fewer under way.
+of longer ones so many are under way that it does not. One kernel keeps fewer under way. Of few
+classes that are strided in memory it writes the sum, and reads both again, by two kernels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from inductor_ext.lowerings import classes_strided
 from inductor_ext.lowerings.loss_gradient import behind_views
 from inductor_ext.lowerings.loss_rows import by_number, is_contiguous
 from inductor_ext.lowerings.softmax_cores import keeps_value, lies_in_memory, reduced, uncast
@@ -65,10 +67,13 @@ def match(y: Any, log: bool, dim: int) -> tuple[Any, Any, float] | None:
     """(g, dx, the factor in dx) of the gradient of the softmax over ``dim`` with the values y in
     memory; None where there is none of this form, or it is best where it is."""
     tensor = value(y)
-    columns = tensor.shape[-1]
-    if dim == tensor.dim() - 1 and not (
-        isinstance(columns, int) and columns * tensor.element_size() > STOCK_BYTES
-    ):
+    columns = tensor.shape[dim]
+    if not isinstance(columns, int):
+        return None
+    if dim == tensor.dim() - 1:
+        if columns * tensor.element_size() <= STOCK_BYTES:
+            return None
+    elif columns > classes_strided.GRADIENT:
         return None
     for wide in (y, *(user for user in y.users if keeps_value(user))):
         for b in (

@@ -10,13 +10,14 @@ from inductor_ext import measure
 from inductor_ext.testing import compile_for, run_interpreted
 
 BF16 = torch.bfloat16
+HAS_VALUES = classes_strided.has_values
 
 
 @pytest.fixture(autouse=True)
 def all_on(monkeypatch):
     monkeypatch.setattr(classes_strided, "PLACES", 1)
     monkeypatch.setattr(classes_strided, "ROWS", 1)
-    monkeypatch.setattr(classes_strided, "TRAINED", 10**6)
+    monkeypatch.setattr(classes_strided, "has_values", lambda core: True)
     with inductor_ext.enable("fused_loss"):
         yield
 
@@ -128,7 +129,7 @@ PLACES = {0: {0: None, 2: None}}
 
 @pytest.mark.parametrize(
     ("fn", "shape", "dynamic", "run"),
-    [(values, (2, 19, 5, 7), None, (2, 19, 5, 7)), (log_values, (3, 40, 33), None, (3, 40, 33)),
+    [(log_values, (3, 32, 33), None, (3, 32, 33)),
      (values, (2, 19, 5, 7), PLACES, (3, 19, 4, 7))],
 )  # fmt: skip
 def test_numbers_of_values(fn, shape, dynamic, run):
@@ -150,6 +151,16 @@ def differentiated(fn, x, g):
     return out.detach(), torch.autograd.grad(out, x, g.to(out.dtype))[0]
 
 
+@pytest.mark.parametrize(
+    ("shape", "chosen"), [((8, 150, 256, 256), ["softmax_forward"]), ((16, 1000, 64, 64), [])]
+)
+def test_values_that_stock_writes_as_fast(shape, chosen, monkeypatch):
+    monkeypatch.setattr(classes_strided, "has_values", HAS_VALUES)
+    x = torch.empty(shape, dtype=BF16, device="meta", requires_grad=True)
+    code = compile_for("h200", values, x, grad=True)
+    assert [d.chosen for d in code.decisions if d.fired] == chosen
+
+
 def read_on(x):
     return x.softmax(1).sub(0.1).relu()
 
@@ -167,7 +178,7 @@ def test_what_is_left_is_stocks_code():
 @pytest.mark.parametrize(
     ("shape", "setting"),
     [((4, 15, 64, 64), {}), ((2, 19, 8, 8), {"LEAST_STRIDED_BYTES": 2**25}),
-     ((400, 19, 4), {"PLACES": 32}), ((4, 33, 8, 8), {"TRAINED": 32})],
+     ((400, 19, 4), {"PLACES": 32})],
 )  # fmt: skip
 def test_small_logits_are_left(shape, setting, monkeypatch):
     for name, value in setting.items():
