@@ -75,8 +75,8 @@ def has_values(core: Core) -> bool:
     its places, so that no threads meet."""
     shape = [compat.hint(compat.expr(s)) for s in value(core.x).shape]
     samples, places = math.prod(shape[: core.dim]), math.prod(shape[core.dim + 1 :])
-    size = value(core.x).element_size()
-    return class_softmax_launch.tile.rule(samples, shape[core.dim], places, size).split == 1
+    facts = samples, shape[core.dim], places, value(core.x).element_size()
+    return class_softmax_launch.tile.rule(*facts, of="values").split == 1
 
 
 def _occupies(tensor: torch.Tensor, along: int) -> bool:
