@@ -68,8 +68,13 @@ def check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     if compat.ahead_of_time():
         raise NoForm("a C++ wrapper can't hold an operation in Python")
     strided = dim != value(x).dim() - 1
-    if strided and classes_strided.strided(group[0]) is None:
-        raise NoForm("the classes are not the last dimension")
+    if strided:
+        logits = classes_strided.strided(group[0])
+        if logits is None:
+            raise NoForm("the classes are not the last dimension")
+        tangents = any(map(compat_fx.is_tangent, graph.find_nodes(op="placeholder")))
+        if logits.target is aten.convolution.default and not tangents:
+            raise NoForm("in inference Inductor may lay out convolutions with the channels last")
     if any(compat_fx.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
         raise NoForm("activation checkpointing computes it again in the backward")
     for core in group:

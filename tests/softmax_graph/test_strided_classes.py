@@ -161,6 +161,14 @@ def test_values_that_stock_writes_as_fast(shape, chosen, monkeypatch):
     assert [d.chosen for d in code.decisions if d.fired] == chosen
 
 
+def test_a_convolution_in_front():
+    """Its gradient reads what is transposed back."""
+    x, y = torch.empty(2, 8, 16, 16, dtype=BF16), torch.empty(2, 16, 16, dtype=torch.int64)
+    w = torch.empty(19, 8, 1, 1, dtype=BF16).requires_grad_()
+    code = compile_for("h200", lambda w, x, y: plain(F.conv2d(x, w), y), w, x, y, grad=True)
+    assert taken(code)
+
+
 def read_on(x):
     return x.softmax(1).sub(0.1).relu()
 
