@@ -369,13 +369,14 @@ def rewrite_from(graph: Any, view: Any, along: int, strided: bool = False) -> No
         for node in nodes:
             if node in images.made or not any(s in images.made for s in node.all_input_nodes):
                 continue
-            if node.op == "output":
+            if node.op == "output" or not isinstance(value(node), torch.Tensor):
                 if images.read_lightly(node):
                     continue
                 if strided:
                     exits.append((node, _back(images, node)))
                     continue
-                raise NoForm("a value in that order is a result")
+                what = "a result" if node.op == "output" else f"read by {node.target}"
+                raise NoForm(f"a value in that order is {what}")
             if compat_fx.may_be_recomputed(node):
                 raise NoForm("activation checkpointing computes it again in the backward")
             images.editor.before(node)

@@ -190,7 +190,6 @@ def rewrite_strided(graph: Any) -> None:
         logits = classes_strided.strided(core)
         here = site(core.x, core.dim, "loss", value(logits).dtype)
         try:
-            classes_strided.check_trained(core)
             with editing.all_or_nothing(graph):
                 if not _take_strided(graph, core, logits):
                     raise _NoLoss

@@ -68,8 +68,13 @@ def check(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     if compat.ahead_of_time():
         raise NoForm("a C++ wrapper can't hold an operation in Python")
     strided = dim != value(x).dim() - 1
-    if strided and classes_strided.strided(group[0]) is None:
-        raise NoForm("the classes are not the last dimension")
+    if strided:
+        logits = classes_strided.strided(group[0])
+        if logits is None:
+            raise NoForm("the classes are not the last dimension")
+        tangents = any(map(compat_fx.is_tangent, graph.find_nodes(op="placeholder")))
+        if logits.target is aten.convolution.default and not tangents:
+            raise NoForm("in inference Inductor may lay out convolutions with the channels last")
     if any(compat_fx.may_be_recomputed(n) for core in group for n in (core.peak, core.total)):
         raise NoForm("activation checkpointing computes it again in the backward")
     for core in group:
@@ -155,9 +160,7 @@ def _emit_strided(graph: Any, numbers: Numbers, group: list[Core]) -> None:
     rows = RowValues(graph, numbers, editor, x, [last])
     places = {c.peak if c.peak.target is aten.amax.default else c.peak.args[0] for c in group}
     editor.before(next(node for node in graph.nodes if node in places))
-    shape = value(x).shape
-    sizes = rows.sizes([math.prod(shape[:dim]), shape[dim]])
-    base = editor.call(aten.view.default, last.base, [*sizes, -1])
+    base = classes_strided.places_apart(rows, last.base, dim)
     operation = editor.call(STRIDED, base, last.scale, last.softcap)
     wanted = rows.sizes(row_shape(x, dim))
     pair = [
@@ -279,12 +282,14 @@ def _groups(graph: Any, numbers: Numbers) -> list[list[Core]]:
     return list(groups.values())
 
 
-def _take_gradient(graph: Any, y: Any, log: bool, here: str) -> None:
+def _take_gradient(graph: Any, y: Any, log: bool, dim: int, here: str) -> None:
     """The gradient of a softmax whose values are y, where one kernel is faster than stock."""
-    found = softmax_gradients.match(y, log)
+    found = softmax_gradients.match(y, log, dim)
     if found is not None:
-        softmax_gradients.emit(graph, y, log, *found)
+        softmax_gradients.emit(graph, y, log, dim, *found)
         why = "a row is too long to be in L2 when stock reads it a second time"
+        if dim < value(y).dim() - 1:
+            why = "a thread has all classes of its places"
         report.record(
             report.Decision(NAME, True, "softmax_backward", why, f"{here}, gradient", "heuristic")
         )
@@ -301,21 +306,22 @@ def rewrite(graph: Any) -> None:
         here, softmaxes = group[0].site(), len({numbers.of(core.total) for core in group})
         try:
             check(graph, numbers, group)
-            if group[0].dim != value(group[0].x).dim() - 1:
+            levels, dim = levels_of(group[0].x, numbers), group[0].dim
+            strided = dim != value(group[0].x).dim() - 1
+            whole = None
+            if not strided or classes_strided.has_values(group[0]):
+                whole = softmax_values.written(group, levels, of_tangent)
+            if strided and whole is None:
                 _check_values(graph, group, of_tangent)
-                if tangents:
-                    classes_strided.check_trained(group[0])
                 _emit_strided(graph, numbers, group)
                 why = "one read of the logits"
                 report.record(
                     report.Decision(NAME, True, "class_statistics", why, here, "heuristic")
                 )
                 continue
-            levels = levels_of(group[0].x, numbers)
-            whole = softmax_values.written(group, levels, of_tangent)
             if whole is not None:
                 y = softmax_values.emit(graph, numbers, group[0], levels, *whole)
-                _take_gradient(graph, y, whole[1], here)
+                _take_gradient(graph, y, whole[1], dim, here)
             else:
                 _check_sweeps(graph, numbers, group)
                 _emit(graph, numbers, group)

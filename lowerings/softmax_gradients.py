@@ -1,9 +1,10 @@
-"""The gradient of a softmax or log_softmax by one kernel, where rows are too long for stock.
+"""The gradient of a softmax or log_softmax by one kernel, where stock needs more of memory.
 
     dx = y (g - sum_j y_j g_j)        dx = g - e^y sum_j g_j
 
 Stock reads y and g twice. Up to 64 KB a row, it finds them in L2 the second time and loses nothing;
-of longer ones so many are under way that it does not. One kernel keeps fewer under way.
+of longer ones so many are under way that it does not. One kernel keeps fewer under way. Of few
+classes that are strided in memory it writes the sum, and reads both again, by two kernels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from inductor_ext.lowerings import classes_strided
 from inductor_ext.lowerings.loss_gradient import behind_views
 from inductor_ext.lowerings.loss_rows import by_number, is_contiguous
 from inductor_ext.lowerings.softmax_cores import keeps_value, lies_in_memory, reduced, uncast
@@ -21,6 +23,7 @@ from inductor_ext.ops import _softmax
 
 aten, prims = torch.ops.aten, torch.ops.prims
 BACKWARD = _softmax._backward._opoverload
+STRIDED = _softmax._backward_strided._opoverload
 STOCK_BYTES = 65536  # of a row
 
 
@@ -28,8 +31,8 @@ def _one(node: Any) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _less_times_sum(b: Any) -> tuple[Any, Any] | None:
-    """(a, a - b sum(a)) for a sum over the last dimension; b is read in no other product."""
+def _less_times_sum(b: Any, dim: int) -> tuple[Any, Any] | None:
+    """(a, a - b sum(a)) for a sum over dimension ``dim``; b is read in no other product."""
     for product in b.users:
         result = _one(product)
         if result is None:
@@ -45,29 +48,38 @@ def _less_times_sum(b: Any) -> tuple[Any, Any] | None:
                 continue
         else:
             continue
-        if isinstance(total, torch.fx.Node) and _is_row_sum(total, a) and len(total.users) == 1:
+        if (
+            isinstance(total, torch.fx.Node)
+            and _is_row_sum(total, a, dim)
+            and len(total.users) == 1
+        ):
             return a, result
     return None
 
 
-def _is_row_sum(node: Any, a: Any) -> bool:
-    """Whether a node is the sum of ``a`` over its last dimension, which is kept."""
+def _is_row_sum(node: Any, a: Any, dim: int) -> bool:
+    """Whether a node is the sum of ``a`` over a dimension, which is kept."""
     keeps = node.target is aten.sum.dim_IntList and len(node.args) > 2 and node.args[2]
-    return bool(keeps and node.args[0] is a and reduced(node) == [value(a).dim() - 1])
+    return bool(keeps and node.args[0] is a and reduced(node) == [dim])
 
 
-def match(y: Any, log: bool) -> tuple[Any, Any, float] | None:
-    """(g, dx, the factor in dx) of the gradient of the softmax with the values y in memory; None
-    where there is none of this form, or it is best where it is."""
+def match(y: Any, log: bool, dim: int) -> tuple[Any, Any, float] | None:
+    """(g, dx, the factor in dx) of the gradient of the softmax over ``dim`` with the values y in
+    memory; None where there is none of this form, or it is best where it is."""
     tensor = value(y)
-    columns = tensor.shape[-1]
-    if not isinstance(columns, int) or columns * tensor.element_size() <= STOCK_BYTES:
+    columns = tensor.shape[dim]
+    if not isinstance(columns, int):
+        return None
+    if dim == tensor.dim() - 1:
+        if columns * tensor.element_size() <= STOCK_BYTES:
+            return None
+    elif columns > classes_strided.GRADIENT:
         return None
     for wide in (y, *(user for user in y.users if keeps_value(user))):
         for b in (
             (user for user in wide.users if user.target is aten.exp.default) if log else [wide]
         ):
-            found = _less_times_sum(b)
+            found = _less_times_sum(b, dim)
             if found is None:
                 continue
             g, dx = found
@@ -103,17 +115,22 @@ def _end(dx: Any) -> tuple[Any, float]:
         dx = user
 
 
-def emit(graph: Any, y: Any, log: bool, g: Any, dx: Any, factor: float) -> None:
+def emit(graph: Any, y: Any, log: bool, dim: int, g: Any, dx: Any, factor: float) -> None:
     """Put the operation in place of the gradient."""
     editor = Editor(graph)
     editor.before(dx)
     shape = value(dx).shape
-    if len(shape) != 2:
-        y, g = (editor.call(aten.view.default, t, [-1, shape[-1]]) for t in (y, g))
-    made = editor.call(BACKWARD, y, g, factor, log)
-    if len(shape) != 2:
+    view = aten.view.default
+    if dim < len(shape) - 1:  # y is a view of what the operation for such classes makes
+        values, back = y.args
+        g = editor.call(view, g, values.args[0].args[1])
+        made = editor.call(view, editor.call(STRIDED, values, g, factor, log), back)
+    elif len(shape) == 2:
+        made = editor.call(BACKWARD, y, g, factor, log)
+    else:
+        y, g = (editor.call(view, t, [-1, shape[-1]]) for t in (y, g))
         sizes = [s if isinstance(s, int) else editor.call(aten.sym_size.int, dx.args[0], i)
                  for i, s in enumerate(shape)]  # fmt: skip
-        made = editor.call(aten.view.default, made, sizes)
+        made = editor.call(view, editor.call(BACKWARD, y, g, factor, log), sizes)
     dx.replace_all_uses_with(made)
     editing.erase_unused(graph, [dx])

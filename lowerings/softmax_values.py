@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from inductor_ext.lowerings import classes_strided
 from inductor_ext.lowerings.loss_gradient import behind_views
 from inductor_ext.lowerings.loss_rows import Level, RowValues, is_contiguous
 from inductor_ext.lowerings.softmax_cores import Core, keeps_value, lies_in_memory
@@ -19,6 +20,7 @@ from inductor_ext.ops import _softmax
 
 aten = torch.ops.aten
 FORWARD = _softmax._forward._opoverload
+STRIDED = _softmax._forward_strided._opoverload
 
 
 def _only(node: Any, *users: Any) -> bool:
@@ -82,12 +84,15 @@ def emit(
     editor = Editor(graph)
     rows = RowValues(graph, numbers, editor, core.x, levels)
     editor.before(out)
-    base = levels[-1].base
-    flat = base
-    if value(base).dim() != 2:
-        flat = editor.call(aten.view.default, base, rows.sizes([-1, value(base).shape[-1]]))
-    made = editor.call(FORWARD, flat, levels[-1].scale, log)
-    if value(out).dim() != 2:
+    base, shape, dim = levels[-1].base, value(core.x).shape, core.dim
+    if dim < len(shape) - 1:
+        flat, operation = classes_strided.places_apart(rows, base, dim), STRIDED
+    else:
+        flat, operation = base, FORWARD
+        if value(base).dim() != 2:
+            flat = editor.call(aten.view.default, base, rows.sizes([-1, value(base).shape[-1]]))
+    made = editor.call(operation, flat, levels[-1].scale, log)
+    if value(out).dim() != value(made).dim() or dim < len(shape) - 1:
         made = editor.call(aten.view.default, made, rows.sizes(value(out).shape))
     out.replace_all_uses_with(made)
     editing.erase_unused(graph, [out])

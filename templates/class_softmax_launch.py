@@ -37,15 +37,18 @@ def applies(x: torch.Tensor) -> bool:
 
 
 @tunable("cross_entropy", "strided", "classes places of", scaled="r")
-def tile(samples: Any, classes: Any, places: Any, itemsize: int) -> Tile:
+def tile(samples: Any, classes: Any, places: Any, itemsize: int, of: str) -> Tile:
     """The tile for x [samples, classes, places].
 
-    A thread has all classes of its places, where these occupy a card; else 32 threads share them.
+    A thread has all classes of its places, where these occupy a card; else 8 or 32 threads share
+    them (benchmarks/NOTES.md).
     """
     if all(isinstance(size, int) for size in (samples, classes, places)):
-        for warps in (8, 4, 2):
+        for warps in (2,) if of == "gradient" else (8, 4, 2):
             if samples * places >= 2 * _FEW * 32 * warps * 16 // itemsize:
                 return Tile(4, 1, warps)
+        if of == "gradient" or (of == "statistics" and classes < 512):
+            return Tile(2, 8, 4)
     return Tile(2, 32, 8)
 
 

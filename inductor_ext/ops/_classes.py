@@ -16,7 +16,7 @@ from inductor_ext.ops._opaque import opaque_op
 from inductor_ext.templates import class_softmax_launch as launch
 
 
-@opaque_op("inductor_ext::class_rows_and_gradient")
+@opaque_op("inductor_ext::class_rows_and_gradient", taped=True)
 def class_rows_and_gradient(
     x: Tensor, target: Tensor, a0: Tensor, a1: Tensor | None, b: Tensor, c: Tensor | None,
     scale: float, softcap: float,
@@ -53,7 +53,7 @@ def _(
     return *_joint._like_statistics(a0, c), torch.empty_like(a0), dx
 
 
-@opaque_op("inductor_ext::class_statistics")
+@opaque_op("inductor_ext::class_statistics", taped=True)
 def class_statistics(x: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     """(peak, total) [N D] of logits x [N, C, D], as ``row_statistics`` has them, in one read.
 

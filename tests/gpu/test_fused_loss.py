@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from inductor_ext.lowerings import classes_strided
 
 import inductor_ext
 from inductor_ext import measure, report
@@ -120,8 +119,7 @@ def scored(x, t):
 
 @pytest.mark.parametrize("fn", [plain, scored, per_place])
 @pytest.mark.parametrize("shape", [(4, 19, 512, 512), (3, 150, 333, 257), (16, 1203, 5000)])
-def test_strided_classes(fn, shape, poison, monkeypatch):
-    monkeypatch.setattr(classes_strided, "TRAINED", 10**6)
+def test_strided_classes(fn, shape, poison):
     torch.manual_seed(0)
     x = (torch.randn(shape, device="cuda") * 3).to(BF16)
     t = torch.randint(0, shape[1], (shape[0], *shape[2:]), device="cuda")
@@ -134,6 +132,29 @@ def test_strided_classes(fn, shape, poison, monkeypatch):
     for a, b in zip(found, gradients(compiled, [x], t), strict=True):
         assert torch.equal(a, b)
     by_the_rule(fn, [x], t, found)
+
+
+def placed(x, t):
+    return x.softmax(1)
+
+
+def placed_logs(x, t):
+    return (x / 2).log_softmax(1)
+
+
+@pytest.mark.parametrize("fn", [placed, placed_logs])
+@pytest.mark.parametrize("shape", [(4, 19, 512, 512), (3, 150, 333, 257)])
+def test_values_of_strided_classes(fn, shape, poison):
+    x = (torch.randn(shape, device="cuda") * 3).to(BF16)
+    x[0, 5:, 7, 9], x[0, :, 7, 10], x[1, 3, 8, 8] = -torch.inf, -torch.inf, torch.nan
+    with inductor_ext.enable(*LOWERINGS), report.collect() as decisions:
+        compiled = torch.compile(fn, dynamic=False)
+        found = gradients(compiled, [x], None)
+    assert "softmax_forward" in {d.chosen for d in decisions}, decisions
+    poison()
+    for a, b in zip(found, gradients(compiled, [x], None), strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    by_the_rule(fn, [x], None, found)
 
 
 def divergence(x, q):

@@ -9,6 +9,7 @@ import torch
 from inductor_ext.templates import tilings
 
 from inductor_ext import ops
+from inductor_ext.ops import _classes
 from inductor_ext.ops._tape import Taped
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -156,8 +157,16 @@ def linear(make):
     return with_gradients(ops.linear_attention, *tensors)
 
 
+def strided_classes(make):
+    x, target = torch.randn(3, 150, 5000, **make), torch.randint(150, (15000,), device="cuda")
+    a, b = (torch.rand(15000, device="cuda") for _ in "ab")
+    found = _classes.class_rows_and_gradient(x, target, a, None, b, None, 0.7, 0.0)
+    return [*found, *_classes.class_statistics(x, 0.7, 0.0)]
+
+
 @pytest.mark.parametrize(
-    "fn, at_least", [(connections, 2), (cross_entropy, 1), (softmax, 2), (linear, 2)]
+    "fn, at_least",
+    [(connections, 2), (cross_entropy, 1), (softmax, 2), (linear, 2), (strided_classes, 2)],
 )
 def test_others(fn, at_least):
     def call(seed):

@@ -6,16 +6,18 @@ import torch.nn.functional as F
 from inductor_ext.lowerings import classes_strided, loss_rows
 
 import inductor_ext
-from inductor_ext.testing import compile_for
+from inductor_ext import measure
+from inductor_ext.testing import compile_for, run_interpreted
 
 BF16 = torch.bfloat16
+HAS_VALUES = classes_strided.has_values
 
 
 @pytest.fixture(autouse=True)
 def all_on(monkeypatch):
     monkeypatch.setattr(classes_strided, "PLACES", 1)
     monkeypatch.setattr(classes_strided, "ROWS", 1)
-    monkeypatch.setattr(classes_strided, "TRAINED", 10**6)
+    monkeypatch.setattr(classes_strided, "has_values", lambda core: True)
     with inductor_ext.enable("fused_loss"):
         yield
 
@@ -114,16 +116,69 @@ def test_inference_reads_them_once(fn):
     assert "39845888" not in "".join(k.source for k in code.kernels)
 
 
-def values(x, y):
+def values(x):
     return x.softmax(1)
 
 
+def log_values(x):
+    return (x / 2).log_softmax(1)
+
+
+PLACES = {0: {0: None, 2: None}}
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape", "dynamic", "run"),
+    [(log_values, (3, 32, 33), None, (3, 32, 33)),
+     (values, (2, 19, 5, 7), PLACES, (3, 19, 4, 7))],
+)  # fmt: skip
+def test_numbers_of_values(fn, shape, dynamic, run):
+    x = torch.randn(shape, dtype=BF16).requires_grad_()
+    code = compile_for("h200", fn, x, grad=True, dynamic=dynamic)
+    assert [d.chosen for d in code.decisions if d.fired] == ["softmax_backward", "softmax_forward"]
+    assert len(code.calls) == 2
+    x, g = torch.randn(2, *run).mul(3).to(BF16)
+    out, gradients = run_interpreted(code, x.requires_grad_(), grad_outputs=[g])
+    found = out.detach(), gradients["args[0]"]
+    for one in zip(found, differentiated(fn, x.double(), g), differentiated(fn, x, g), strict=True):
+        verdict = measure.check(*one)
+        assert verdict.ok, verdict.reason
+
+
+def differentiated(fn, x, g):
+    x = x.detach().requires_grad_()
+    out = fn(x)
+    return out.detach(), torch.autograd.grad(out, x, g.to(out.dtype))[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "chosen"), [((8, 150, 256, 256), ["softmax_forward"]), ((16, 1000, 64, 64), [])]
+)
+def test_values_that_stock_writes_as_fast(shape, chosen, monkeypatch):
+    monkeypatch.setattr(classes_strided, "has_values", HAS_VALUES)
+    x = torch.empty(shape, dtype=BF16, device="meta", requires_grad=True)
+    code = compile_for("h200", values, x, grad=True)
+    assert [d.chosen for d in code.decisions if d.fired] == chosen
+
+
+def test_a_convolution_in_front():
+    """Its gradient reads what is transposed back."""
+    x, y = torch.empty(2, 8, 16, 16, dtype=BF16), torch.empty(2, 16, 16, dtype=torch.int64)
+    w = torch.empty(19, 8, 1, 1, dtype=BF16).requires_grad_()
+    code = compile_for("h200", lambda w, x, y: plain(F.conv2d(x, w), y), w, x, y, grad=True)
+    assert taken(code)
+
+
+def read_on(x):
+    return x.softmax(1).sub(0.1).relu()
+
+
 def test_what_is_left_is_stocks_code():
-    x, y = drawn(4, 19, 8, 8)
-    code = compile_for("h200", values, x.requires_grad_(), y, grad=True)
+    x = drawn(4, 19, 8, 8)[0].requires_grad_()
+    code = compile_for("h200", read_on, x, grad=True)
     assert not any(d.fired for d in code.decisions)
     with inductor_ext.disable():
-        assert [k.source for k in compile_for("h200", values, x, y, grad=True).kernels] == [
+        assert [k.source for k in compile_for("h200", read_on, x, grad=True).kernels] == [
             k.source for k in code.kernels
         ]
 
@@ -131,7 +186,7 @@ def test_what_is_left_is_stocks_code():
 @pytest.mark.parametrize(
     ("shape", "setting"),
     [((4, 15, 64, 64), {}), ((2, 19, 8, 8), {"LEAST_STRIDED_BYTES": 2**25}),
-     ((400, 19, 4), {"PLACES": 32}), ((4, 33, 8, 8), {"TRAINED": 32})],
+     ((400, 19, 4), {"PLACES": 32})],
 )  # fmt: skip
 def test_small_logits_are_left(shape, setting, monkeypatch):
     for name, value in setting.items():
