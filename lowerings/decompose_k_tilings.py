@@ -65,8 +65,10 @@ def _tiling(
     splits = -(-k // per_split)
     rblock = pow2(splits)
     # A pipelined small tile is bound by latency, and fewer warps leave more programs per SM.
-    small = area <= 256 or (tiles_k > 1 and area <= (512 if itemsize == 4 else 1024))
+    small = area <= 256 or (tiles_k > 1 and area <= 512)
     num_warps = 2 if small else 4
+    if itemsize == 2 and tiles_k == 1 and block_m == block_n == 32:
+        num_warps = 8  # nothing to pipeline: more threads are more loads at once
     if numel >= 256 * 256:
         xblock = 256 if rblock <= 16 else 128
     else:
@@ -278,6 +280,11 @@ def dot_named(match: re.Match[str]) -> DotTiling | None:
     return DotTiling(block_n, block_k, warps) if fits else None
 
 
+def _can_be_divided(t: Tiling) -> bool:
+    """Whether so many warps share a tile evenly and no thread is left without an element."""
+    return t.num_warps in (1, 2, 4, 8, 16) and t.block_m * t.block_n >= 32 * t.num_warps
+
+
 def tiling_named(
     match: re.Match[str], m: int, n: int, k: int, batch: int, itemsize: int
 ) -> Tiling | None:
@@ -286,12 +293,12 @@ def tiling_named(
     In fp32 any number of splits may be one wave, on a card with as many multiprocessors.
     """
     shapes = _shapes(max(m, int(match["bm"])), n, k, batch, itemsize, 1)
-    splits, _, _, block_k = (int(x) for x in re.findall(r"\d+", match["stem"])[:4])
+    splits, _, _, block_k, warps = (int(x) for x in re.findall(r"\d+", match["stem"])[:5])
     if itemsize == 4 and splits and block_k:
         meant = split_size(k, splits, block_k)
         shapes += [(*tile, meant) for tile in dict.fromkeys(shape[:2] for shape in shapes)]
     for shape in shapes:
-        tiling = _tiling(m, n, k, batch, itemsize, shape)
-        if tiling.name == match["stem"]:
+        tiling = dataclasses.replace(_tiling(m, n, k, batch, itemsize, shape), num_warps=warps)
+        if tiling.name == match["stem"] and _can_be_divided(tiling):
             return None if match["how"] == "_rowwise" and tiling.splits > 64 else tiling
     return None

@@ -7,7 +7,13 @@ import re
 import pytest
 import torch
 from inductor_ext.lowerings import decompose_k
-from inductor_ext.lowerings.decompose_k_tilings import split_size, tilings, worth_it
+from inductor_ext.lowerings.decompose_k_tilings import (
+    CANDIDATE,
+    split_size,
+    tiling_named,
+    tilings,
+    worth_it,
+)
 from inductor_ext.templates import decompose_k as kernels
 
 H200_SMS = 132
@@ -85,6 +91,18 @@ def test_grids_cover_the_output():
 def test_the_pick_does_not_depend_on_anything_but_the_problem():
     first = [tilings(*p, H200_SMS) for p in PROBLEMS]
     assert first == [tilings(*p, H200_SMS) for p in PROBLEMS]
+
+
+@pytest.mark.parametrize(
+    ("warps", "there"), [(1, True), (2, True), (16, True), (3, False), (64, False)]
+)
+def test_a_name_may_say_other_warps_than_the_rule(warps, there):
+    """Plans outlive the rule that they were measured beside."""
+    sizes = (32, 32, 16384, 1, 2)
+    name = f"split64_32x32x64_w{warps}_s4"
+    assert name not in [t.name for t in tilings(*sizes, H200_SMS)]
+    found = tiling_named(CANDIDATE.fullmatch(name), *sizes)
+    assert (found is not None and found.name == name) if there else found is None
 
 
 LOSES = {

@@ -307,7 +307,7 @@ def test_the_report_lists_no_more_candidates_than_are_tested():
     assert len(candidate_names(5, 7, 1040)) <= 20
 
 
-@pytest.mark.parametrize("pattern", [r"split\d+_\d+x\d+x\d+_w\d_s\d", ".*_rowwise"])
+@pytest.mark.parametrize("pattern", [r"split\d+_\d+x\d+x\d+_w\d+_s\d", ".*_rowwise"])
 def test_candidates_of_a_batch(pattern, compile_and_judge):
     args = (r(2, 17, 2053), weight(2, 2053, 40, k=2053))
     compile_and_judge(lambda a, b: (a @ b).tanh(), args, force={"decompose_k": pattern})

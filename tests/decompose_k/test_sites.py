@@ -120,7 +120,7 @@ def test_candidates_are_named_in_the_report():
     assert names[0] == "stock" and len(set(names)) == len(names)
     for pattern in (
         r"split\d+_.*_pdl",
-        r"split\d+_\d+x\d+x\d+_w\d_s\d",
+        r"split\d+_\d+x\d+x\d+_w\d+_s\d",
         ".*_rowwise",
         r"bmm_split\d+",
     ):

@@ -469,7 +469,7 @@ def test_max_autotune(judge):
     assert torch.equal(compiled(*args), out)
 
 
-@pytest.mark.parametrize("pattern", [r".*_rowwise", "bmm_split16", "split.*_w\\d_s\\d", "stock"])
+@pytest.mark.parametrize("pattern", [r".*_rowwise", "bmm_split16", "split.*_w\\d+_s\\d", "stock"])
 def test_forced_candidates(pattern, judge, poison):
     args = r(17, 8192), weight(8192, 33)
     poison()
