@@ -144,6 +144,9 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         return Shared(self.memory.view(*shape))
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.memory.narrow(dim, start, length))
+
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.permute(*order))
 
@@ -313,6 +316,7 @@ class _Language(ModuleType):
             sum=_sum,
             fma=_lifted(lambda x, y, z: x * y + z),
             full_like=_lifted(torch.full_like),
+            thread_barrier=lambda: None,
             to_tensor=lambda x: x,
             atomic_add=_atomic_add,
             expand_dims=_lifted(torch.unsqueeze),

@@ -1,0 +1,214 @@
+"""What ``mhc_pre_backward.gradient_kernel`` computes, for Hopper: dX and dW in one pass over X.
+
+    dX_i = pre_i dU + W_i^T draw - f X_i + what is added,   dW_i = sum_t draw_t X_it^T
+
+A program owns a slab of columns of all 4 streams, whose part of W stays in shared memory, and walks
+over tiles of tokens. One warp copies blocks into a ring of STAGES places; two consumers have a tile
+each: dX takes the place of what is added to it, from where it is copied out, and dW is in registers.
+While one waits for its copies the other one computes.
+
+No product is in flight where a loop comes round: ptxas would wait behind every one of them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+if hasattr(tma, "async_load"):  # triton 3.9
+    load, store = tma.async_load, tma.async_store
+else:
+    load, store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+N = gl.constexpr(4)
+CONSUMERS = gl.constexpr(2)
+
+
+@gluon.jit
+def share(tokens, turns, ROWS: gl.constexpr):
+    """(slab, first tile, pairs of tiles) of a program, which takes every ``turns``-th tile."""
+    first = gl.program_id(0) % turns
+    tiles = ((tokens + ROWS - 1) // ROWS - first + turns - 1) // turns
+    return gl.program_id(0) // turns, first, (tiles + CONSUMERS - 1) // CONSUMERS
+
+
+@gluon.jit
+def produce(descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr):
+    """Start all copies into shared memory."""
+    x_desc, du_desc, draw_desc, added_desc, w_desc = descs
+    buffers, ready, empty, w_ready, tokens, hidden, turns = shared
+    x_buffers, du_buffers, draw_buffers, out_buffers, w_buffers = buffers
+    STAGES: gl.constexpr = du_buffers.shape[0]
+    ROWS: gl.constexpr = du_buffers.shape[1]
+    COLUMNS: gl.constexpr = du_buffers.shape[2]
+    STREAMS: gl.constexpr = N * (x_desc.block_type.nbytes + added_desc.block_type.nbytes)
+    BYTES: gl.constexpr = STREAMS + du_desc.block_type.nbytes + 2 * draw_desc.block_type.nbytes
+    slab, first, pairs = share(tokens, turns, ROWS)
+    column = slab * COLUMNS
+    mbarrier.expect(w_ready.index(0), N * W_PARTS * w_desc.block_type.nbytes)
+    for m in gl.static_range(N * W_PARTS):
+        where = [m % W_PARTS, 0, m // W_PARTS * hidden + column]
+        load(w_desc, where, w_ready.index(0), w_buffers.index(m))
+    for turn in range(0, pairs * CONSUMERS):
+        place = turn % STAGES
+        # A ring's first lap waits for the phase before the first, which counts as complete.
+        mbarrier.wait(empty.index(place), ((turn // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(place), BYTES)
+        t = (first + turn * turns) * ROWS
+        for part in gl.static_range(2):
+            load(draw_desc, [t, part * C], ready.index(place), draw_buffers.index(place * 2 + part))
+        load(du_desc, [t, column], ready.index(place), du_buffers.index(place))
+        for i in gl.static_range(N):
+            at = [t, i * hidden + column]
+            load(x_desc, at, ready.index(place), x_buffers.index(place * N + i))
+            load(added_desc, at, ready.index(place), out_buffers.index(place * N + i))
+
+
+@gluon.jit
+def load_known(COEFFICIENTS, t, tokens):
+    """The gates and f of one token per row."""
+    found = ()
+    for i in gl.static_range(N + 1):
+        at = COEFFICIENTS + (gl.cast(tokens, gl.int64) * i + t)
+        found = found + (gl.load(at, mask=t < tokens, other=0.0),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def through_weights(
+    draw_buffers, w_buffers, place, i: gl.constexpr, W_PARTS: gl.constexpr, layout: gl.constexpr
+):
+    """draw W_i, started: three products, one less of a W that is not split."""
+    ROWS: gl.constexpr = draw_buffers.shape[1]
+    WIDE: gl.constexpr = w_buffers.shape[2]
+    COLUMNS: gl.constexpr = w_buffers.shape[3]
+    acc = warpgroup_mma_init(gl.zeros((ROWS, COLUMNS), gl.float32, layout=layout))
+    w = w_buffers.index(i * W_PARTS).reshape((WIDE, COLUMNS))
+    acc = warpgroup_mma(draw_buffers.index(place * 2 + 1), w, acc, use_acc=False, is_async=True)
+    if W_PARTS == 2:
+        low = w_buffers.index(i * W_PARTS + 1).reshape((WIDE, COLUMNS))
+        acc = warpgroup_mma(draw_buffers.index(place * 2), low, acc, is_async=True)
+    return warpgroup_mma(draw_buffers.index(place * 2), w, acc, is_async=True)
+
+
+@gluon.jit
+def gradient_of(
+    buffers, dw, known, place, i: gl.constexpr, W_PARTS: gl.constexpr, layout: gl.constexpr
+):
+    """dX of a stream, in shared memory; its dW with what is still being added."""
+    x_buffers, du_buffers, draw_buffers, out_buffers, w_buffers = buffers
+    through = through_weights(draw_buffers, w_buffers, place, i, W_PARTS, layout)
+    x_buffer, out = x_buffers.index(place * N + i), out_buffers.index(place * N + i)
+    dw = warpgroup_mma_init(dw)
+    for half in gl.static_range(2):
+        draw = draw_buffers.index(place * 2 + half)
+        dw = warpgroup_mma(x_buffer.permute((1, 0)), draw, dw, is_async=True)
+    dx = warpgroup_mma_wait(2, deps=[through])  # dW's two go on
+    dx += out.load(layout).to(gl.float32)
+    dx -= gl.expand_dims(known[N], 1) * x_buffer.load(layout).to(gl.float32)
+    dx += gl.expand_dims(known[i], 1) * du_buffers.index(place).load(layout).to(gl.float32)
+    out.store(dx.to(out.dtype))
+    return dw
+
+
+@gluon.jit
+def store_part(OUT, dw, column, width, C: gl.constexpr):
+    """dw [columns of a stream, columns of W] at OUT [columns of W, width]."""
+    layout: gl.constexpr = dw.type.layout
+    h = gl.expand_dims(column + gl.arange(0, dw.shape[0], layout=gl.SliceLayout(1, layout)), 1)
+    c = gl.expand_dims(gl.arange(0, dw.shape[1], layout=gl.SliceLayout(0, layout)), 0)
+    gl.store(OUT + (c * width + h), dw, (c < C) & (h >= 0))
+
+
+@gluon.jit
+def consume(results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.constexpr):
+    """Every second tile of a program."""
+    dx_desc, COEFFICIENTS, PARTS, each, segments = results
+    buffers, ready, empty, w_ready, tokens, hidden, turns = shared
+    _x_buffers, du_buffers, _draw_buffers, out_buffers, w_buffers = buffers
+    STAGES: gl.constexpr = du_buffers.shape[0]
+    ROWS: gl.constexpr = du_buffers.shape[1]
+    COLUMNS: gl.constexpr = du_buffers.shape[2]
+    WIDE: gl.constexpr = w_buffers.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    slab, first, pairs = share(tokens, turns, ROWS)
+    column = slab * COLUMNS
+    local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    tile = first + WHICH * turns
+    known = load_known(COEFFICIENTS, tile * ROWS + local, tokens)
+    mbarrier.wait(w_ready.index(0), 0)
+    for segment in range(0, segments):
+        zeros = gl.zeros((COLUMNS, WIDE), gl.float32, layout=thin)
+        dw = (zeros, zeros, zeros, zeros)
+        begun = segment * each
+        for pair in range(begun, gl.minimum(begun + each, pairs)):
+            turn = pair * CONSUMERS + WHICH
+            place = turn % STAGES
+            following = tile + CONSUMERS * turns
+            mbarrier.wait(ready.index(place), (turn // STAGES) & 1)
+            running = ()
+            for i in gl.static_range(N):
+                sums = gradient_of(buffers, dw[i], known, place, i, W_PARTS, layout)
+                running = running + (sums,)  # type: ignore[assignment]
+            known = load_known(COEFFICIENTS, following * ROWS + local, tokens)
+            fence_async_shared()
+            gl.thread_barrier()
+            for i in gl.static_range(N):
+                at = [tile * ROWS, i * hidden + column]
+                store(dx_desc, at, out_buffers.index(place * N + i))
+            dw = warpgroup_mma_wait(0, deps=running)
+            tma.store_wait(0)
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(place), count=1)
+            tile = following
+        part = gl.cast((segment * turns + first) * CONSUMERS + WHICH, gl.int64)
+        for i in gl.static_range(N):
+            store_part(PARTS + (part * (C * N) + i) * hidden, dw[i], column, N * hidden, C)
+
+
+@gluon.jit(do_not_specialize=["tokens", "turns", "each", "segments"])
+def gradient_kernel(
+    x_desc, du_desc, draw_desc, added_desc, w_desc, dx_desc, COEFFICIENTS, PARTS, tokens, hidden,
+    turns, each, segments, C: gl.constexpr, W_PARTS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """PARTS [parts, C, n H]: a slab has ``turns`` programs, which take tiles in turns; each consumer
+    makes a part of dW of every ``each`` of its tiles."""
+    ROWS: gl.constexpr = x_desc.block_type.shape[0]
+    COLUMNS: gl.constexpr = x_desc.block_type.shape[1]
+    WIDE: gl.constexpr = w_desc.block_type.shape[1]
+    dtype: gl.constexpr = x_desc.dtype
+    x_buffers = gl.allocate_shared_memory(dtype, [STAGES * N, ROWS, COLUMNS], x_desc.layout)
+    out_buffers = gl.allocate_shared_memory(dtype, [STAGES * N, ROWS, COLUMNS], dx_desc.layout)
+    du_buffers = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], du_desc.layout)
+    draw_buffers = gl.allocate_shared_memory(dtype, [STAGES * 2, ROWS, WIDE], draw_desc.layout)
+    w_buffers = gl.allocate_shared_memory(dtype, [N * W_PARTS, 1, WIDE, COLUMNS], w_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    w_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(w_ready.index(0), count=1)
+    fence_async_shared()
+    buffers = (x_buffers, du_buffers, draw_buffers, out_buffers, w_buffers)
+    shared = (buffers, ready, empty, w_ready, tokens, hidden, turns)
+    results = (dx_desc, COEFFICIENTS, PARTS, each, segments)
+    gl.warp_specialize(
+        [
+            (consume, (results, shared, C, W_PARTS, 0)),
+            (consume, (results, shared, C, W_PARTS, 1)),
+            (produce, ((x_desc, du_desc, draw_desc, added_desc, w_desc), shared, C, W_PARTS)),
+        ],
+        [ROWS // 16, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
