@@ -103,7 +103,7 @@ def gradient_launch(
         "w_desc": _described(w, [1, 32, WIDTH]), "dx_desc": _described(dx.view(flat), block),
         "COEFFICIENTS": known, "PARTS": sums, "tokens": tokens, "hidden": hidden,
         "turns": turns, "each": each, "segments": segments, "C": columns, "W_PARTS": w.shape[0],
-        "STAGES": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24,
+        "DOWN": False, "STAGES": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24,
         "num_warps": TOKENS // 16,
     } | more  # fmt: skip
     return (slabs * turns,), arguments

@@ -41,7 +41,7 @@ def share(tokens, turns, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def produce(descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr):
+def produce(descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr, DOWN: gl.constexpr):
     """Start all copies into shared memory."""
     x_desc, du_desc, draw_desc, added_desc, w_desc = descs
     buffers, ready, empty, w_ready, tokens, hidden, turns = shared
@@ -63,6 +63,8 @@ def produce(descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr):
         mbarrier.wait(empty.index(place), ((turn // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(place), BYTES)
         t = (first + turn * turns) * ROWS
+        if DOWN:
+            t = ((tokens + ROWS - 1) // ROWS - 1) * ROWS - t
         for part in gl.static_range(2):
             load(draw_desc, [t, part * C], ready.index(place), draw_buffers.index(place * 2 + part))
         load(du_desc, [t, column], ready.index(place), du_buffers.index(place))
@@ -78,7 +80,7 @@ def load_known(COEFFICIENTS, t, tokens):
     found = ()
     for i in gl.static_range(N + 1):
         at = COEFFICIENTS + (gl.cast(tokens, gl.int64) * i + t)
-        found = found + (gl.load(at, mask=t < tokens, other=0.0),)  # type: ignore[assignment]
+        found = found + (gl.load(at, mask=(t >= 0) & (t < tokens), other=0.0),)  # type: ignore[assignment]
     return found
 
 
@@ -129,7 +131,7 @@ def store_part(OUT, dw, column, width, C: gl.constexpr):
 
 
 @gluon.jit
-def consume(results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.constexpr):
+def consume(results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.constexpr, DOWN: gl.constexpr):
     """Every second tile of a program."""
     dx_desc, COEFFICIENTS, PARTS, each, segments = results
     buffers, ready, empty, w_ready, tokens, hidden, turns = shared
@@ -144,7 +146,8 @@ def consume(results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.c
     column = slab * COLUMNS
     local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     tile = first + WHICH * turns
-    known = load_known(COEFFICIENTS, tile * ROWS + local, tokens)
+    last = (tokens + ROWS - 1) // ROWS - 1
+    known = load_known(COEFFICIENTS, (last - tile if DOWN else tile) * ROWS + local, tokens)
     mbarrier.wait(w_ready.index(0), 0)
     for segment in range(0, segments):
         zeros = gl.zeros((COLUMNS, WIDE), gl.float32, layout=thin)
@@ -159,11 +162,13 @@ def consume(results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.c
             for i in gl.static_range(N):
                 sums = gradient_of(buffers, dw[i], known, place, i, W_PARTS, layout)
                 running = running + (sums,)  # type: ignore[assignment]
-            known = load_known(COEFFICIENTS, following * ROWS + local, tokens)
+            known = load_known(
+                COEFFICIENTS, (last - following if DOWN else following) * ROWS + local, tokens
+            )
             fence_async_shared()
             gl.thread_barrier()
             for i in gl.static_range(N):
-                at = [tile * ROWS, i * hidden + column]
+                at = [(last - tile if DOWN else tile) * ROWS, i * hidden + column]
                 store(dx_desc, at, out_buffers.index(place * N + i))
             dw = warpgroup_mma_wait(0, deps=running)
             tma.store_wait(0)
@@ -178,7 +183,7 @@ def consume(results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.c
 @gluon.jit(do_not_specialize=["tokens", "turns", "each", "segments"])
 def gradient_kernel(
     x_desc, du_desc, draw_desc, added_desc, w_desc, dx_desc, COEFFICIENTS, PARTS, tokens, hidden,
-    turns, each, segments, C: gl.constexpr, W_PARTS: gl.constexpr, STAGES: gl.constexpr,
+    turns, each, segments, C: gl.constexpr, W_PARTS: gl.constexpr, STAGES: gl.constexpr, DOWN: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """PARTS [parts, C, n H]: a slab has ``turns`` programs, which take tiles in turns; each consumer
@@ -205,9 +210,9 @@ def gradient_kernel(
     results = (dx_desc, COEFFICIENTS, PARTS, each, segments)
     gl.warp_specialize(
         [
-            (consume, (results, shared, C, W_PARTS, 0)),
-            (consume, (results, shared, C, W_PARTS, 1)),
-            (produce, ((x_desc, du_desc, draw_desc, added_desc, w_desc), shared, C, W_PARTS)),
+            (consume, (results, shared, C, W_PARTS, 0, DOWN)),
+            (consume, (results, shared, C, W_PARTS, 1, DOWN)),
+            (produce, ((x_desc, du_desc, draw_desc, added_desc, w_desc), shared, C, W_PARTS, DOWN)),
         ],
         [ROWS // 16, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
