@@ -1,4 +1,4 @@
-"""Launches of ``mhc_post_gluon``."""
+"""Launches of ``mhc_post_gluon`` and ``mhc_gradient_gluon``: where they apply, their tensor maps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,83 @@ import torch
 import triton
 
 from .mhc_layout import dense
-from .mhc_projection import parts_of, weights
+from .mhc_projection import FEW, parts_of, weights
 
+# Versions of Triton whose Gluon compiles the kernels and on which they were checked on a card.
+VERSIONS = ("3.6.",)
+STREAMS = 4
 TOKENS, WIDTH = 64, 64  # of a block
+POST_WIDTH = 2 * WIDTH  # columns of a program behind a layer
+MOST_COLUMNS = 32  # of W
+LEAST_HIDDEN = 2048
+# Elements of a stream, from which on the card takes longer than the host, which describes tensors
+# to the copy engine.
+LEAST = 1 << 24
+# The tensor cores cut off what does not fit into a sum: a part of dW may not grow longer.
+LONGEST = 1024
+CONSUMERS = 2  # of tiles, in a program
+LEAST_SHARE = 0.75  # of the multiprocessors, that have work
+
+
+def available() -> bool:
+    """Whether the Triton at hand is one that the kernels are known to work with."""
+    return triton.__version__.startswith(VERSIONS)
+
+
+def pays(x: torch.Tensor) -> bool:
+    """Whether X [T, n, H] is large enough for the kernels."""
+    tokens, _, hidden = x.shape
+    return tokens > FEW and tokens * hidden >= LEAST
+
+
+def _mapped(x: torch.Tensor | None) -> bool:
+    return x is None or (x.is_contiguous() and x.storage_offset() % 8 == 0)
+
+
+def aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether the copy engine can read tensors, which only shows when they are there."""
+    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def shapes_apply(
+    x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, added: torch.Tensor | None = None
+) -> bool:
+    """As ``applies``, on whatever device; launches nothing."""
+    n, hidden = x.shape[1:]
+    return (
+        y is not None
+        and x.dtype == torch.bfloat16 == y.dtype
+        and (added is None or added.dtype == x.dtype)
+        and n == STREAMS
+        and w.shape[0] <= MOST_COLUMNS
+        and w.shape[0] % 4 == 0
+        and isinstance(hidden, int)
+        and hidden >= LEAST_HIDDEN
+        and hidden % POST_WIDTH == 0
+        and all(map(_mapped, (x, y, added)))
+        and (w.dtype != torch.bfloat16 or _mapped(w))
+    )
+
+
+def applies(
+    x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, width: int,
+    added: torch.Tensor | None = None,
+) -> bool:  # fmt: skip
+    """Whether a kernel whose programs have ``width`` columns takes X [T, n, H], [T, H] (Y, or dU),
+    W and what is added to dX, of any number of tokens."""
+    return (
+        available()
+        and x.is_cuda
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and shapes_apply(x, y, w, added)
+        and busy(x.shape[2] // width, _multiprocessors(x.device))
+    )
+
+
+def busy(slabs: int, multiprocessors: int) -> bool:
+    """Whether programs, of which a multiprocessor has one at a time, leave few without work."""
+    programs = slabs * max(1, multiprocessors // slabs)
+    return programs >= LEAST_SHARE * multiprocessors * triton.cdiv(programs, multiprocessors)
 
 
 @functools.cache
@@ -72,11 +146,6 @@ def post_and_partials(
     )  # fmt: skip
     post_projection_kernel[grid](**arguments)
     return out, p
-
-
-# The tensor cores cut off what does not fit into a sum: a part of dW may not grow longer.
-LONGEST = 1024
-CONSUMERS = 2
 
 
 def gradient_launch(

@@ -131,7 +131,9 @@ def store_part(OUT, dw, column, width, C: gl.constexpr):
 
 
 @gluon.jit
-def consume(results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.constexpr, DOWN: gl.constexpr):
+def consume(
+    results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.constexpr, DOWN: gl.constexpr
+):
     """Every second tile of a program."""
     dx_desc, COEFFICIENTS, PARTS, each, segments = results
     buffers, ready, empty, w_ready, tokens, hidden, turns = shared

@@ -120,7 +120,9 @@ def consume(
     slab, first, pairs = share(tokens, ranges, ROWS)
     column = slab * (COLUMNS * HALVES)
     # A thread has one token.
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [ROWS // 32, WARPS * 32 // ROWS], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32, 1], [ROWS // 32, WARPS * 32 // ROWS], [1, 0]
+    )
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDE, 16])
     local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums))
@@ -191,9 +193,7 @@ def post_projection_kernel(
     dtype: gl.constexpr = x_desc.dtype
     x_buffers = gl.allocate_shared_memory(dtype, [STAGES * N, ROWS, COLUMNS], x_desc.layout)
     y_buffers = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], y_desc.layout)
-    w_buffers = gl.allocate_shared_memory(
-        dtype, [HALVES * N * PARTS, WIDE, COLUMNS], w_desc.layout
-    )
+    w_buffers = gl.allocate_shared_memory(dtype, [HALVES * N * PARTS, WIDE, COLUMNS], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     w_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())

@@ -112,7 +112,9 @@ def group_sums(
         if not EVEN:
             x_here = x_here & (h + k[None, :] < hidden)
             w_here = w_here & (h + k[None, :] < hidden)
-        x = tl.load(X + (stream * x_stream + h) + x_at, mask=x_here, other=0.0, eviction_policy=POLICY)
+        x = tl.load(
+            X + (stream * x_stream + h) + x_at, mask=x_here, other=0.0, eviction_policy=POLICY
+        )
         for turn in tl.static_range(TURNS):
             at = (stream * hidden + h) + w_at + turn * C * N * hidden
             w = tl.load(W + at, mask=w_here, other=0.0)
@@ -274,8 +276,11 @@ def weights(
 
 
 def partials(
-    x: torch.Tensor, w: torch.Tensor, precision: str, chosen: dict[str, Any] | None = None,
-    policy: str = ""
+    x: torch.Tensor,
+    w: torch.Tensor,
+    precision: str,
+    chosen: dict[str, Any] | None = None,
+    policy: str = "",
 ) -> torch.Tensor:
     """P [S, T, columns] in fp32 of x [T, n, H], last dimension dense, and w."""
     tokens, n, hidden = x.shape
