@@ -150,7 +150,7 @@ def post_and_partials(
 
 def gradient_launch(
     x: torch.Tensor, du: torch.Tensor, w: torch.Tensor, draw: torch.Tensor,
-    known: torch.Tensor, added: torch.Tensor, dx: torch.Tensor, multiprocessors: int, **more: Any,
+    known: torch.Tensor, added: torch.Tensor | None, dx: torch.Tensor, multiprocessors: int, **more: Any,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
     """(grid, arguments by name) of the launch that fills dx and, among the arguments, PARTS of dW;
     w: [1 or 2, columns, n H] in bf16."""
@@ -168,11 +168,11 @@ def gradient_launch(
     arguments = {
         "x_desc": _described(x.view(flat), block), "du_desc": _described(du, block),
         "draw_desc": _described(draw.view(tokens, 2 * columns), [TOKENS, 32]),
-        "added_desc": _described(added.view(flat), block),
+        "added_desc": _described((x if added is None else added).view(flat), block),
         "w_desc": _described(w, [1, 32, WIDTH]), "dx_desc": _described(dx.view(flat), block),
         "COEFFICIENTS": known, "PARTS": sums, "tokens": tokens, "hidden": hidden,
         "turns": turns, "each": each, "segments": segments, "C": columns, "W_PARTS": w.shape[0],
-        "DOWN": False, "STAGES": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24,
+        "ADDED": added is not None, "DOWN": False, "STAGES": 4 if added is None else 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24,
         "num_warps": TOKENS // 16,
     } | more  # fmt: skip
     return (slabs * turns,), arguments
@@ -180,7 +180,7 @@ def gradient_launch(
 
 def gradient(
     x: torch.Tensor, du: torch.Tensor, w: torch.Tensor, draw: torch.Tensor, known: torch.Tensor,
-    added: torch.Tensor, **more: Any,
+    added: torch.Tensor | None, **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dX, parts of dW) of X [T, n, H], dU [T, H] and what ``mhc_pre_backward.slopes`` gives."""
     from .mhc_gradient_gluon import gradient_kernel

@@ -41,15 +41,17 @@ def share(tokens, turns, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def produce(descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr, DOWN: gl.constexpr):
+def produce(
+    descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr, ADDED: gl.constexpr, DOWN: gl.constexpr
+):
     """Start all copies into shared memory."""
     x_desc, du_desc, draw_desc, added_desc, w_desc = descs
     buffers, ready, empty, w_ready, tokens, hidden, turns = shared
-    x_buffers, du_buffers, draw_buffers, out_buffers, w_buffers = buffers
+    x_buffers, du_buffers, draw_buffers, added_buffers, w_buffers = buffers
     STAGES: gl.constexpr = du_buffers.shape[0]
     ROWS: gl.constexpr = du_buffers.shape[1]
     COLUMNS: gl.constexpr = du_buffers.shape[2]
-    STREAMS: gl.constexpr = N * (x_desc.block_type.nbytes + added_desc.block_type.nbytes)
+    STREAMS: gl.constexpr = N * x_desc.block_type.nbytes * (2 if ADDED else 1)
     BYTES: gl.constexpr = STREAMS + du_desc.block_type.nbytes + 2 * draw_desc.block_type.nbytes
     slab, first, pairs = share(tokens, turns, ROWS)
     column = slab * COLUMNS
@@ -71,7 +73,8 @@ def produce(descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr, DOWN: gl.cons
         for i in gl.static_range(N):
             at = [t, i * hidden + column]
             load(x_desc, at, ready.index(place), x_buffers.index(place * N + i))
-            load(added_desc, at, ready.index(place), out_buffers.index(place * N + i))
+            if ADDED:
+                load(added_desc, at, ready.index(place), added_buffers.index(place * N + i))
 
 
 @gluon.jit
@@ -102,23 +105,29 @@ def through_weights(
 
 
 @gluon.jit
-def gradient_of(
-    buffers, dw, known, place, i: gl.constexpr, W_PARTS: gl.constexpr, layout: gl.constexpr
-):
-    """dX of a stream, in shared memory; its dW with what is still being added."""
-    x_buffers, du_buffers, draw_buffers, out_buffers, w_buffers = buffers
+def products_of(buffers, dw, place, i: gl.constexpr, W_PARTS: gl.constexpr, layout: gl.constexpr):
+    """draw W_i, and dW_i with a tile more, both started."""
+    x_buffers, _du_buffers, draw_buffers, _added_buffers, w_buffers = buffers
     through = through_weights(draw_buffers, w_buffers, place, i, W_PARTS, layout)
-    x_buffer, out = x_buffers.index(place * N + i), out_buffers.index(place * N + i)
+    turned = x_buffers.index(place * N + i).permute((1, 0))
     dw = warpgroup_mma_init(dw)
     for half in gl.static_range(2):
-        draw = draw_buffers.index(place * 2 + half)
-        dw = warpgroup_mma(x_buffer.permute((1, 0)), draw, dw, is_async=True)
-    dx = warpgroup_mma_wait(2, deps=[through])  # dW's two go on
-    dx += out.load(layout).to(gl.float32)
-    dx -= gl.expand_dims(known[N], 1) * x_buffer.load(layout).to(gl.float32)
-    dx += gl.expand_dims(known[i], 1) * du_buffers.index(place).load(layout).to(gl.float32)
-    out.store(dx.to(out.dtype))
-    return dw
+        dw = warpgroup_mma(turned, draw_buffers.index(place * 2 + half), dw, is_async=True)
+    return through, dw
+
+
+@gluon.jit
+def gradient_of(
+    buffers, through, known, place, i: gl.constexpr, ADDED: gl.constexpr, layout: gl.constexpr
+):
+    """dX of a stream, rounded."""
+    x_buffers, du_buffers, _draw_buffers, added_buffers, _w_buffers = buffers
+    x_buffer = x_buffers.index(place * N + i)
+    if ADDED:
+        through += added_buffers.index(place * N + i).load(layout).to(gl.float32)
+    through -= gl.expand_dims(known[N], 1) * x_buffer.load(layout).to(gl.float32)
+    through += gl.expand_dims(known[i], 1) * du_buffers.index(place).load(layout).to(gl.float32)
+    return through.to(x_buffers.dtype)
 
 
 @gluon.jit
@@ -132,12 +141,18 @@ def store_part(OUT, dw, column, width, C: gl.constexpr):
 
 @gluon.jit
 def consume(
-    results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.constexpr, DOWN: gl.constexpr
+    results,
+    shared,
+    C: gl.constexpr,
+    W_PARTS: gl.constexpr,
+    WHICH: gl.constexpr,
+    ADDED: gl.constexpr,
+    DOWN: gl.constexpr,
 ):
     """Every second tile of a program."""
     dx_desc, COEFFICIENTS, PARTS, each, segments = results
     buffers, ready, empty, w_ready, tokens, hidden, turns = shared
-    _x_buffers, du_buffers, _draw_buffers, out_buffers, w_buffers = buffers
+    x_buffers, du_buffers, _draw_buffers, _added_buffers, w_buffers = buffers
     STAGES: gl.constexpr = du_buffers.shape[0]
     ROWS: gl.constexpr = du_buffers.shape[1]
     COLUMNS: gl.constexpr = du_buffers.shape[2]
@@ -160,19 +175,30 @@ def consume(
             place = turn % STAGES
             following = tile + CONSUMERS * turns
             mbarrier.wait(ready.index(place), (turn // STAGES) & 1)
-            running = ()
-            for i in gl.static_range(N):
-                sums = gradient_of(buffers, dw[i], known, place, i, W_PARTS, layout)
-                running = running + (sums,)  # type: ignore[assignment]
+            # Of two streams at a time: dX takes the place of X when dW has read that.
+            through, sums = products_of(buffers, dw[0], place, 0, W_PARTS, layout)
+            through = warpgroup_mma_wait(2, deps=[through])
+            made = gradient_of(buffers, through, known, place, 0, ADDED, layout)
+            done = ()
+            for i in gl.static_range(1, N):
+                through, more = products_of(buffers, dw[i], place, i, W_PARTS, layout)
+                through, sums = warpgroup_mma_wait(2, deps=[through, sums])
+                done = done + (sums,)  # type: ignore[assignment]
+                gl.thread_barrier()  # every warp's products have read it
+                x_buffers.index(place * N + i - 1).store(made)
+                made = gradient_of(buffers, through, known, place, i, ADDED, layout)
+                sums = more
             known = load_known(
                 COEFFICIENTS, (last - following if DOWN else following) * ROWS + local, tokens
             )
+            dw = done + (warpgroup_mma_wait(0, deps=[sums]),)
+            gl.thread_barrier()
+            x_buffers.index(place * N + N - 1).store(made)
             fence_async_shared()
             gl.thread_barrier()
             for i in gl.static_range(N):
                 at = [(last - tile if DOWN else tile) * ROWS, i * hidden + column]
-                store(dx_desc, at, out_buffers.index(place * N + i))
-            dw = warpgroup_mma_wait(0, deps=running)
+                store(dx_desc, at, x_buffers.index(place * N + i))
             tma.store_wait(0)
             gl.thread_barrier()
             mbarrier.arrive(empty.index(place), count=1)
@@ -185,7 +211,7 @@ def consume(
 @gluon.jit(do_not_specialize=["tokens", "turns", "each", "segments"])
 def gradient_kernel(
     x_desc, du_desc, draw_desc, added_desc, w_desc, dx_desc, COEFFICIENTS, PARTS, tokens, hidden,
-    turns, each, segments, C: gl.constexpr, W_PARTS: gl.constexpr, STAGES: gl.constexpr, DOWN: gl.constexpr,
+    turns, each, segments, C: gl.constexpr, W_PARTS: gl.constexpr, STAGES: gl.constexpr, ADDED: gl.constexpr, DOWN: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """PARTS [parts, C, n H]: a slab has ``turns`` programs, which take tiles in turns; each consumer
@@ -195,7 +221,9 @@ def gradient_kernel(
     WIDE: gl.constexpr = w_desc.block_type.shape[1]
     dtype: gl.constexpr = x_desc.dtype
     x_buffers = gl.allocate_shared_memory(dtype, [STAGES * N, ROWS, COLUMNS], x_desc.layout)
-    out_buffers = gl.allocate_shared_memory(dtype, [STAGES * N, ROWS, COLUMNS], dx_desc.layout)
+    added_buffers = gl.allocate_shared_memory(
+        dtype, [STAGES * N if ADDED else 1, ROWS, COLUMNS], dx_desc.layout
+    )
     du_buffers = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], du_desc.layout)
     draw_buffers = gl.allocate_shared_memory(dtype, [STAGES * 2, ROWS, WIDE], draw_desc.layout)
     w_buffers = gl.allocate_shared_memory(dtype, [N * W_PARTS, 1, WIDE, COLUMNS], w_desc.layout)
@@ -207,14 +235,17 @@ def gradient_kernel(
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(w_ready.index(0), count=1)
     fence_async_shared()
-    buffers = (x_buffers, du_buffers, draw_buffers, out_buffers, w_buffers)
+    buffers = (x_buffers, du_buffers, draw_buffers, added_buffers, w_buffers)
     shared = (buffers, ready, empty, w_ready, tokens, hidden, turns)
     results = (dx_desc, COEFFICIENTS, PARTS, each, segments)
     gl.warp_specialize(
         [
-            (consume, (results, shared, C, W_PARTS, 0, DOWN)),
-            (consume, (results, shared, C, W_PARTS, 1, DOWN)),
-            (produce, ((x_desc, du_desc, draw_desc, added_desc, w_desc), shared, C, W_PARTS, DOWN)),
+            (consume, (results, shared, C, W_PARTS, 0, ADDED, DOWN)),
+            (consume, (results, shared, C, W_PARTS, 1, ADDED, DOWN)),
+            (
+                produce,
+                ((x_desc, du_desc, draw_desc, added_desc, w_desc), shared, C, W_PARTS, ADDED, DOWN),
+            ),
         ],
         [ROWS // 16, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
