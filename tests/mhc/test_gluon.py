@@ -1,0 +1,150 @@
+"""mHC's kernels for Hopper: emulated on the CPU, their machine code, where they apply."""
+
+import importlib.util
+import pathlib
+
+import pytest
+import reference
+import torch
+from inductor_ext.templates import mhc_gluon_launch as launch
+from inductor_ext.templates import mhc_gradient_gluon, mhc_post_gluon, mhc_pre
+
+from inductor_ext.testing import launch_binaries
+from inductor_ext.testing.gluon import gluon_binary
+from inductor_ext.testing.gluon_interpreter import interpret
+
+BF16, FP32 = torch.bfloat16, torch.float32
+V4 = (20, 1e-6, 1e-6, 1e-6, 2.0)
+
+
+def emulated(module, name, grid, arguments, delay):
+    """Run a kernel of a fresh copy of its module."""
+
+    def define():
+        path = pathlib.Path(module.__file__)
+        spec = importlib.util.spec_from_file_location(module.__name__, path)
+        own = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(own)
+        return getattr(own, name)
+
+    interpret(define, grid[0], arguments, delay)
+
+
+def parts_of(w, parts):
+    found, rest = [], w
+    for _ in range(parts):
+        found.append(rest.bfloat16())
+        rest = rest - found[-1].float()
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "parts", "multiprocessors", "delay"),
+    [(200, 128, 3, 1, 0.001), (100, 256, 1, 4, 0.0)],
+)
+def test_streams_and_sums(T, H, parts, multiprocessors, delay):
+    """An odd number of tiles and an even one, one program a slab and several, slow copies;
+    coefficients of any strides and 16 bits."""
+    x, y = torch.randn(T, 4, H).to(BF16), torch.randn(T, H).to(BF16)
+    post, comb = torch.rand(4, T).to(BF16).T, torch.rand(T, 4, 4).transpose(1, 2)
+    w = torch.randn(24, 4 * H) / 30
+    out, p = torch.full_like(x, torch.nan), torch.full((H // 128, T, 24), torch.nan)
+    cut = parts_of(w, parts)
+    grid, arguments = launch.post_launch(x, y, post, comb, cut, parts, out, p, multiprocessors)
+    emulated(mhc_post_gluon, "post_projection_kernel", grid, arguments, delay)
+    truth = reference.post(x, y, post, comb).to(BF16)
+    assert (out != truth).sum() <= 1e-3 * out.numel()  # of double roundings
+    torch.testing.assert_close(out, truth, rtol=2**-7, atol=1e-30)
+    z = out.double().flatten(1) @ cut.double().view(parts, 24, 4 * H).sum(0).T
+    assert (p.double().sum(0) - z).norm() <= 1e-6 * z.norm()
+
+
+def split(x):
+    high = x.to(BF16)
+    return torch.stack([high, (x - high.float()).to(BF16)])
+
+
+@pytest.mark.parametrize(
+    ("T", "columns", "added", "split_w", "multiprocessors", "longest"),
+    [(200, 24, True, True, 1, 128), (321, 12, False, False, 2, 4096)],
+)  # fmt: skip
+def test_gradients(T, columns, added, split_w, multiprocessors, longest, monkeypatch):
+    """Parts of one tile and of many, of which a consumer has several or one; slow copies."""
+    monkeypatch.setattr(launch, "LONGEST", longest)
+    H = 64
+    x, du = torch.randn(T, 4, H).to(BF16), torch.randn(T, H).to(BF16)
+    w, draw, known = torch.randn(columns, 4 * H) / 8, torch.randn(T, columns), torch.randn(5, T)
+    more = torch.randn(T, 4, H).to(BF16) if added else None
+    w = split(w) if split_w else w.to(BF16)[None]
+    parts = split(draw).transpose(0, 1).contiguous()
+    dx = torch.full_like(x, torch.nan)
+    given = x, du, w, parts, known, more, dx, multiprocessors
+    grid, arguments = launch.gradient_launch(*given)
+    arguments["PARTS"].fill_(torch.nan)
+    emulated(mhc_gradient_gluon, "gradient_kernel", grid, arguments, 0.001)
+    wide = known.double()[..., None]
+    right = (draw.double() @ w.double().sum(0)).view(T, 4, H) - wide[4, :, None] * x.double()
+    right += wide[:4].transpose(0, 1) * du.double()[:, None] + (more.double() if added else 0)
+    torch.testing.assert_close(dx.double(), right, rtol=2**-8, atol=1e-4)
+    dw = draw.double().T @ x.double().flatten(1)
+    assert (arguments["PARTS"].double().sum(0) - dw).norm() <= 1e-5 * dw.norm()
+
+
+def meta(*size, dtype=FP32):
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def test_where_they_apply():
+    def given(T=2048, n=4, H=4096, dtype=BF16, columns=24):
+        return meta(T, n, H, dtype=dtype), meta(T, H, dtype=dtype), meta(columns, n * H)
+
+    assert launch.shapes_apply(*given())
+    assert not launch.shapes_apply(*given(n=2, columns=8))
+    assert not launch.shapes_apply(*given(dtype=FP32))
+    assert not launch.shapes_apply(*given(H=4096 + 64))
+    assert not launch.shapes_apply(*given(H=1024))
+    x, y, w = given()
+    assert not launch.shapes_apply(x, None, w)
+    assert not launch.shapes_apply(x, y, w.new_empty(33, w.shape[1]))
+    assert not launch.shapes_apply(x[:, :1].expand_as(x), y, w)
+    assert not launch.shapes_apply(x, y[:, :1].expand_as(y), w)
+    assert not launch.shapes_apply(x, y, w, x[:, :1].expand_as(x))
+    assert not launch.shapes_apply(x, y, meta(24 * w.shape[1] + 1, dtype=BF16)[1:].view(w.shape))
+    assert not launch.applies(x, y, w, launch.WIDTH)  # no card
+    assert launch.pays(x[:1].expand(4096, -1, -1)) and not launch.pays(x)
+    assert not launch.aligned(x, torch.empty(9, dtype=BF16)[1:])
+    assert launch.busy(112, 132) and launch.busy(40, 132) and not launch.busy(144, 132)
+
+
+@pytest.mark.codegen
+@pytest.mark.skipif(not launch.available(), reason="a Triton the kernels were not checked with")
+def test_machine_code():
+    T, H = 4096, 7168
+    x, y, w = meta(T, 4, H, dtype=BF16), meta(T, H, dtype=BF16), meta(72, 4 * H, dtype=BF16)
+    p = meta(H // 128, T, 24)
+    grid, arguments = launch.post_launch(x, y, meta(T, 4), meta(T, 4, 4), w, 3, x, p, 132)
+    assert grid == (112,)
+    binary, sass = gluon_binary(mhc_post_gluon.post_projection_kernel, arguments)
+    runs_free(binary, sass)
+    assert binary.spills == 0
+    assert "ld.shared.v4" in binary.ptx and "st.shared.v4" in binary.ptx
+    run = lambda: mhc_pre.fuse(x, p, meta(3), meta(24), *V4)  # noqa: E731
+    fuse = next(b for b in launch_binaries(run, mhc_pre) if b.name == "fuse_kernel")
+    assert fuse.spills == 0 and fuse.registers <= 80
+
+
+@pytest.mark.codegen
+@pytest.mark.skipif(not launch.available(), reason="a Triton the kernels were not checked with")
+def test_machine_code_of_the_gradient():
+    T, H = 4096, 7168
+    x, du, w = meta(T, 4, H, dtype=BF16), meta(T, H, dtype=BF16), meta(2, 24, 4 * H, dtype=BF16)
+    given = x, du, w, meta(T, 2, 24, dtype=BF16), meta(5, T), x, x, 132
+    grid, arguments = launch.gradient_launch(*given)
+    assert grid == (112,)
+    runs_free(*gluon_binary(mhc_gradient_gluon.gradient_kernel, arguments))
+
+
+def runs_free(binary, sass):
+    """Products run one behind another: nothing waits between them."""
+    assert sass.count("HGMMA") > 10 * sass.count("WARPGROUP.DEPBAR") > 0
+    assert binary.shared_bytes <= 227 << 10
