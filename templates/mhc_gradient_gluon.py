@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment,misc"
 """What ``mhc_pre_backward.gradient_kernel`` computes, for Hopper: dX and dW in one pass over X.
 
     dX_i = pre_i dU + W_i^T draw - f X_i + what is added,   dW_i = sum_t draw_t X_it^T
@@ -83,7 +84,7 @@ def load_known(COEFFICIENTS, t, tokens):
     found = ()
     for i in gl.static_range(N + 1):
         at = COEFFICIENTS + (gl.cast(tokens, gl.int64) * i + t)
-        found = found + (gl.load(at, mask=(t >= 0) & (t < tokens), other=0.0),)  # type: ignore[assignment]
+        found = found + (gl.load(at, mask=(t >= 0) & (t < tokens), other=0.0),)
     return found
 
 
@@ -183,7 +184,7 @@ def consume(
             for i in gl.static_range(1, N):
                 through, more = products_of(buffers, dw[i], place, i, W_PARTS, layout)
                 through, sums = warpgroup_mma_wait(2, deps=[through, sums])
-                done = done + (sums,)  # type: ignore[assignment]
+                done = done + (sums,)
                 gl.thread_barrier()  # every warp's products have read it
                 x_buffers.index(place * N + i - 1).store(made)
                 made = gradient_of(buffers, through, known, place, i, ADDED, layout)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment,misc"
 """X' behind a layer, and the next one's projection where X' is made, for Hopper.
 
     X'_j = post_j Y + sum_i comb[i, j] X_i          P = W vec(X'), X' rounded first
@@ -41,11 +42,11 @@ def coefficients(POST, COMB, t, tokens, strides):
     found = ()
     for j in gl.static_range(N):
         at = POST + (t * post_token + j * post_stream)
-        found = found + (gl.load(at, mask=here, other=0.0).to(gl.float32),)  # type: ignore[assignment]
+        found = found + (gl.load(at, mask=here, other=0.0).to(gl.float32),)
     for i in gl.static_range(N):
         for j in gl.static_range(N):
             at = COMB + (t * comb_token + (i * comb_in + j * comb_out))
-            found = found + (gl.load(at, mask=here, other=0.0).to(gl.float32),)  # type: ignore[assignment]
+            found = found + (gl.load(at, mask=here, other=0.0).to(gl.float32),)
     return found
 
 
@@ -94,7 +95,7 @@ def mix(x_buffers, y_buffers, place, begin, known, layout: gl.constexpr, WIDTH: 
     x = ()
     for i in gl.static_range(N):
         stream = x_buffers.index(place * N + i).slice(begin, WIDTH, 1)
-        x = x + (stream.load(layout).to(gl.float32),)  # type: ignore[assignment]
+        x = x + (stream.load(layout).to(gl.float32),)
     for j in gl.static_range(N):
         # As ``mhc_post.mixed``, to the bit.
         total = gl.expand_dims(known[j], 1) * y
@@ -136,7 +137,7 @@ def consume(
         zeros = gl.zeros((ROWS, WIDE), gl.float32, layout=sums)
         accs = ()
         for _ in gl.static_range(PARTS):
-            accs = accs + (zeros,)  # type: ignore[assignment]
+            accs = accs + (zeros,)
         for half in range(0, HALVES):
             block = (pair * HALVES + half) * CONSUMERS + WHICH
             place = block % STAGES
@@ -151,7 +152,7 @@ def consume(
             # The parts of W one beside another: chains of products of their own.
             started = ()
             for part in gl.static_range(PARTS):
-                started = started + (warpgroup_mma_init(accs[part]),)  # type: ignore[assignment]
+                started = started + (warpgroup_mma_init(accs[part]),)
             for j in gl.static_range(N):
                 added = ()
                 for part in gl.static_range(PARTS):
@@ -159,7 +160,7 @@ def consume(
                     acc = warpgroup_mma(
                         x_buffers.index(place * N + j), w, started[part], is_async=True
                     )
-                    added = added + (acc,)  # type: ignore[assignment]
+                    added = added + (acc,)
                 started = added
             # On their way while products are computed: a tile's last block is followed by others.
             t = gl.where(half == HALVES - 1, following, tile) * ROWS + local
