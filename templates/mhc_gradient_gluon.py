@@ -5,8 +5,8 @@
 
 A program owns a slab of columns of all 4 streams, whose part of W stays in shared memory, and walks
 over tiles of tokens. One warp copies blocks into a ring of STAGES places; two consumers have a tile
-each: dX takes the place of what is added to it, from where it is copied out, and dW is in registers.
-While one waits for its copies the other one computes.
+each: dX takes the place of X, from where it is copied out, and dW is in registers. While one waits
+for its copies or its products the other one computes.
 
 No product is in flight where a loop comes round: ptxas would wait behind every one of them.
 """
@@ -42,9 +42,7 @@ def share(tokens, turns, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def produce(
-    descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr, ADDED: gl.constexpr, DOWN: gl.constexpr
-):
+def produce(descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr, ADDED: gl.constexpr):
     """Start all copies into shared memory."""
     x_desc, du_desc, draw_desc, added_desc, w_desc = descs
     buffers, ready, empty, w_ready, tokens, hidden, turns = shared
@@ -66,8 +64,6 @@ def produce(
         mbarrier.wait(empty.index(place), ((turn // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(place), BYTES)
         t = (first + turn * turns) * ROWS
-        if DOWN:
-            t = ((tokens + ROWS - 1) // ROWS - 1) * ROWS - t
         for part in gl.static_range(2):
             load(draw_desc, [t, part * C], ready.index(place), draw_buffers.index(place * 2 + part))
         load(du_desc, [t, column], ready.index(place), du_buffers.index(place))
@@ -84,7 +80,7 @@ def load_known(COEFFICIENTS, t, tokens):
     found = ()
     for i in gl.static_range(N + 1):
         at = COEFFICIENTS + (gl.cast(tokens, gl.int64) * i + t)
-        found = found + (gl.load(at, mask=(t >= 0) & (t < tokens), other=0.0),)
+        found = found + (gl.load(at, mask=t < tokens, other=0.0),)
     return found
 
 
@@ -142,14 +138,9 @@ def store_part(OUT, dw, column, width, C: gl.constexpr):
 
 @gluon.jit
 def consume(
-    results,
-    shared,
-    C: gl.constexpr,
-    W_PARTS: gl.constexpr,
-    WHICH: gl.constexpr,
+    results, shared, C: gl.constexpr, W_PARTS: gl.constexpr, WHICH: gl.constexpr,
     ADDED: gl.constexpr,
-    DOWN: gl.constexpr,
-):
+):  # fmt: skip
     """Every second tile of a program."""
     dx_desc, COEFFICIENTS, PARTS, each, segments = results
     buffers, ready, empty, w_ready, tokens, hidden, turns = shared
@@ -164,8 +155,7 @@ def consume(
     column = slab * COLUMNS
     local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     tile = first + WHICH * turns
-    last = (tokens + ROWS - 1) // ROWS - 1
-    known = load_known(COEFFICIENTS, (last - tile if DOWN else tile) * ROWS + local, tokens)
+    known = load_known(COEFFICIENTS, tile * ROWS + local, tokens)
     mbarrier.wait(w_ready.index(0), 0)
     for segment in range(0, segments):
         zeros = gl.zeros((COLUMNS, WIDE), gl.float32, layout=thin)
@@ -176,7 +166,7 @@ def consume(
             place = turn % STAGES
             following = tile + CONSUMERS * turns
             mbarrier.wait(ready.index(place), (turn // STAGES) & 1)
-            # Of two streams at a time: dX takes the place of X when dW has read that.
+            # dX of a stream takes the place of X when dW has read that: behind the next one's.
             through, sums = products_of(buffers, dw[0], place, 0, W_PARTS, layout)
             through = warpgroup_mma_wait(2, deps=[through])
             made = gradient_of(buffers, through, known, place, 0, ADDED, layout)
@@ -189,16 +179,14 @@ def consume(
                 x_buffers.index(place * N + i - 1).store(made)
                 made = gradient_of(buffers, through, known, place, i, ADDED, layout)
                 sums = more
-            known = load_known(
-                COEFFICIENTS, (last - following if DOWN else following) * ROWS + local, tokens
-            )
+            known = load_known(COEFFICIENTS, following * ROWS + local, tokens)
             dw = done + (warpgroup_mma_wait(0, deps=[sums]),)
             gl.thread_barrier()
             x_buffers.index(place * N + N - 1).store(made)
             fence_async_shared()
             gl.thread_barrier()
             for i in gl.static_range(N):
-                at = [(last - tile if DOWN else tile) * ROWS, i * hidden + column]
+                at = [tile * ROWS, i * hidden + column]
                 store(dx_desc, at, x_buffers.index(place * N + i))
             tma.store_wait(0)
             gl.thread_barrier()
@@ -212,10 +200,10 @@ def consume(
 @gluon.jit(do_not_specialize=["tokens", "turns", "each", "segments"])
 def gradient_kernel(
     x_desc, du_desc, draw_desc, added_desc, w_desc, dx_desc, COEFFICIENTS, PARTS, tokens, hidden,
-    turns, each, segments, C: gl.constexpr, W_PARTS: gl.constexpr, STAGES: gl.constexpr, ADDED: gl.constexpr, DOWN: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    turns, each, segments, C: gl.constexpr, W_PARTS: gl.constexpr, STAGES: gl.constexpr,
+    ADDED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """PARTS [parts, C, n H]: a slab has ``turns`` programs, which take tiles in turns; each consumer
+    """PARTS [parts, C, n H]: the ``turns`` programs of a slab take tiles in turns; each consumer
     makes a part of dW of every ``each`` of its tiles."""
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = x_desc.block_type.shape[1]
@@ -241,11 +229,11 @@ def gradient_kernel(
     results = (dx_desc, COEFFICIENTS, PARTS, each, segments)
     gl.warp_specialize(
         [
-            (consume, (results, shared, C, W_PARTS, 0, ADDED, DOWN)),
-            (consume, (results, shared, C, W_PARTS, 1, ADDED, DOWN)),
+            (consume, (results, shared, C, W_PARTS, 0, ADDED)),
+            (consume, (results, shared, C, W_PARTS, 1, ADDED)),
             (
                 produce,
-                ((x_desc, du_desc, draw_desc, added_desc, w_desc), shared, C, W_PARTS, ADDED, DOWN),
+                ((x_desc, du_desc, draw_desc, added_desc, w_desc), shared, C, W_PARTS, ADDED),
             ),
         ],
         [ROWS // 16, 1],

@@ -11,10 +11,10 @@ import triton.language as tl
 
 
 @triton.jit
-def load_streams(at, x_stream, h, mask, N: tl.constexpr, POLICY: tl.constexpr = ""):
+def load_streams(at, x_stream, h, mask, N: tl.constexpr):
     x = ()
     for i in tl.static_range(N):
-        x = x + (tl.load(at + i * x_stream + h, mask=mask, other=0.0, eviction_policy=POLICY),)
+        x = x + (tl.load(at + i * x_stream + h, mask=mask, other=0.0),)
     return x
 
 

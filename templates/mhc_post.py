@@ -67,7 +67,7 @@ def load_coefficients(POST, COMB, t, post_token, post_stream, comb_token, comb_i
 def post_kernel(
     X, Y, POST, COMB, OUT, hidden, slabs, x_token, x_stream, y_token, post_token,
     post_stream, comb_token, comb_in, comb_out, N: tl.constexpr, H_OF: tl.constexpr,
-    STRIDE_OF: tl.constexpr, Y_OF: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
+    STRIDE_OF: tl.constexpr, Y_OF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
     hidden = hidden // H_OF * H_OF  # what masks and rows are made of, by its divisor
@@ -77,8 +77,8 @@ def post_kernel(
     far = t.to(tl.int64)
     h = tl.program_id(0) % slabs * BLOCK + tl.arange(0, BLOCK)
     here = h < hidden
-    x = load_streams(X + far * x_token, x_stream, h, here, N, POLICY)
-    y = tl.load(Y + far * y_token + h, mask=here, other=0.0, eviction_policy=POLICY)
+    x = load_streams(X + far * x_token, x_stream, h, here, N)
+    y = tl.load(Y + far * y_token + h, mask=here, other=0.0)
     post, comb = load_coefficients(
         POST, COMB, t, post_token, post_stream, comb_token, comb_in, comb_out, None, N
     )
@@ -96,7 +96,7 @@ def tile(n: int, itemsize: int) -> dict[str, Any]:
 
 def post(
     x: torch.Tensor, y: torch.Tensor, gates: torch.Tensor, comb: torch.Tensor,
-    chosen: dict[str, Any] | None = None, policy: str = "",
+    chosen: dict[str, Any] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """X' [T, n, H] of x [T, n, H], y [T, H], their last dimensions dense, gates [T, n] and comb
     [T, n, n] of any strides."""
@@ -108,6 +108,6 @@ def post(
         launched(post_kernel, wrap_triton(post_kernel), x, (tokens * slabs,))(
             x, y, gates, comb, out, hidden, slabs, x.stride(0), x.stride(1), y.stride(0),
             *gates.stride(), *comb.stride(), N=n, H_OF=divisor(hidden, x.element_size()),
-            STRIDE_OF=stride_divisor(x), Y_OF=divisor(y.stride(0), y.element_size()), POLICY=policy, **chosen,
+            STRIDE_OF=stride_divisor(x), Y_OF=divisor(y.stride(0), y.element_size()), **chosen,
         )  # fmt: skip
     return out

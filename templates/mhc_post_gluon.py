@@ -3,7 +3,7 @@
 
     X'_j = post_j Y + sum_i comb[i, j] X_i          P = W vec(X'), X' rounded first
 
-A program owns a slab of HALVES blocks of columns of all 4 streams, whose part of W stays in shared
+A program owns a slab of BLOCKS blocks of columns of all 4 streams, whose part of W stays in shared
 memory, and walks over tiles of tokens. One warp copies blocks into a ring of STAGES places; two
 consumers have a tile each: X' takes the place of X, from where it is copied out and multiplied.
 While one waits for its products or its copies the other one mixes. Each slab has its own part of P.
@@ -59,29 +59,29 @@ def share(tokens, ranges, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def produce(descs, shared, C: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr):
+def produce(descs, shared, C: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr):
     """Start all copies into shared memory. Of two tiles the blocks come in turns."""
     x_desc, y_desc, w_desc = descs
     x_buffers, y_buffers, w_buffers, ready, empty, w_ready, tokens, hidden, ranges = shared
     STAGES: gl.constexpr = y_buffers.shape[0]
     ROWS: gl.constexpr = y_buffers.shape[1]
     COLUMNS: gl.constexpr = y_buffers.shape[2]
-    MATRICES: gl.constexpr = HALVES * N * PARTS
+    MATRICES: gl.constexpr = BLOCKS * N * PARTS
     BYTES: gl.constexpr = N * x_desc.block_type.nbytes + y_desc.block_type.nbytes
     slab, first, pairs = share(tokens, ranges, ROWS)
-    column = slab * (COLUMNS * HALVES)
+    column = slab * (COLUMNS * BLOCKS)
     mbarrier.expect(w_ready.index(0), MATRICES * w_desc.block_type.nbytes)
     for m in gl.static_range(MATRICES):
         at = [m % PARTS * C, m // PARTS % N * hidden + column + m // (N * PARTS) * COLUMNS]
         load(w_desc, at, w_ready.index(0), w_buffers.index(m))
-    for block in range(0, pairs * (HALVES * CONSUMERS)):
+    for block in range(0, pairs * (BLOCKS * CONSUMERS)):
         place = block % STAGES
         # A ring's first lap waits for the phase before the first, which counts as complete.
         mbarrier.wait(empty.index(place), ((block // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(place), BYTES)
-        turn = block // (HALVES * CONSUMERS) * CONSUMERS + block % CONSUMERS
+        turn = block // (BLOCKS * CONSUMERS) * CONSUMERS + block % CONSUMERS
         t = (first + turn * ranges) * ROWS
-        h = column + block // CONSUMERS % HALVES * COLUMNS
+        h = column + block // CONSUMERS % BLOCKS * COLUMNS
         load(y_desc, [t, h], ready.index(place), y_buffers.index(place))
         for i in gl.static_range(N):
             at = [t, i * hidden + h]
@@ -89,26 +89,24 @@ def produce(descs, shared, C: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.cons
 
 
 @gluon.jit
-def mix(x_buffers, y_buffers, place, begin, known, layout: gl.constexpr, WIDTH: gl.constexpr):
-    """X' in place of X, of WIDTH columns."""
-    y = y_buffers.index(place).slice(begin, WIDTH, 1).load(layout).to(gl.float32)
+def mix(x_buffers, y_buffers, place, known, layout: gl.constexpr):
+    """X' in place of X."""
+    y = y_buffers.index(place).load(layout).to(gl.float32)
     x = ()
     for i in gl.static_range(N):
-        stream = x_buffers.index(place * N + i).slice(begin, WIDTH, 1)
-        x = x + (stream.load(layout).to(gl.float32),)
+        x = x + (x_buffers.index(place * N + i).load(layout).to(gl.float32),)
     for j in gl.static_range(N):
         # As ``mhc_post.mixed``, to the bit.
         total = gl.expand_dims(known[j], 1) * y
         for i in gl.static_range(N):
             total = gl.fma(gl.expand_dims(known[N + N * i + j], 1), x[i], total)
-        stream = x_buffers.index(place * N + j).slice(begin, WIDTH, 1)
-        stream.store(total.to(y_buffers.dtype))
+        x_buffers.index(place * N + j).store(total.to(y_buffers.dtype))
 
 
 @gluon.jit
 def consume(
-    results, shared, C: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr,
-    WIDTH: gl.constexpr, WHICH: gl.constexpr,
+    results, shared, C: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """Every second tile of a program."""
     out_desc, P, POST, COMB, strides = results
@@ -119,7 +117,7 @@ def consume(
     WIDE: gl.constexpr = w_buffers.shape[1]
     WARPS: gl.constexpr = ROWS // 16
     slab, first, pairs = share(tokens, ranges, ROWS)
-    column = slab * (COLUMNS * HALVES)
+    column = slab * (COLUMNS * BLOCKS)
     # A thread has one token.
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32, 1], [ROWS // 32, WARPS * 32 // ROWS], [1, 0]
@@ -138,16 +136,15 @@ def consume(
         accs = ()
         for _ in gl.static_range(PARTS):
             accs = accs + (zeros,)
-        for half in range(0, HALVES):
-            block = (pair * HALVES + half) * CONSUMERS + WHICH
+        for b in range(0, BLOCKS):
+            block = (pair * BLOCKS + b) * CONSUMERS + WHICH
             place = block % STAGES
             mbarrier.wait(ready.index(place), (block // STAGES) & 1)
-            for k in gl.static_range(COLUMNS // WIDTH):
-                mix(x_buffers, y_buffers, place, k * WIDTH, known, layout, WIDTH)
+            mix(x_buffers, y_buffers, place, known, layout)
             fence_async_shared()
             gl.thread_barrier()
             for j in gl.static_range(N):
-                at = [tile * ROWS, j * hidden + column + half * COLUMNS]
+                at = [tile * ROWS, j * hidden + column + b * COLUMNS]
                 store(out_desc, at, x_buffers.index(place * N + j))
             # The parts of W one beside another: chains of products of their own.
             started = ()
@@ -156,14 +153,14 @@ def consume(
             for j in gl.static_range(N):
                 added = ()
                 for part in gl.static_range(PARTS):
-                    w = w_buffers.index((half * N + j) * PARTS + part).permute((1, 0))
+                    w = w_buffers.index((b * N + j) * PARTS + part).permute((1, 0))
                     acc = warpgroup_mma(
                         x_buffers.index(place * N + j), w, started[part], is_async=True
                     )
                     added = added + (acc,)
                 started = added
             # On their way while products are computed: a tile's last block is followed by others.
-            t = gl.where(half == HALVES - 1, following, tile) * ROWS + local
+            t = gl.where(b == BLOCKS - 1, following, tile) * ROWS + local
             known = coefficients(POST, COMB, t, tokens, strides)
             if PARTS == 1:
                 accs = (warpgroup_mma_wait(0, deps=started),)
@@ -184,8 +181,8 @@ def consume(
 @gluon.jit(do_not_specialize=["tokens", "ranges"])
 def post_projection_kernel(
     x_desc, y_desc, w_desc, out_desc, P, POST, COMB, tokens, hidden, ranges, strides,
-    C: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    WIDTH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    C: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """P [slabs, tokens, C]. The ``ranges`` programs of a slab take tiles in turns."""
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
@@ -194,7 +191,7 @@ def post_projection_kernel(
     dtype: gl.constexpr = x_desc.dtype
     x_buffers = gl.allocate_shared_memory(dtype, [STAGES * N, ROWS, COLUMNS], x_desc.layout)
     y_buffers = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], y_desc.layout)
-    w_buffers = gl.allocate_shared_memory(dtype, [HALVES * N * PARTS, WIDE, COLUMNS], w_desc.layout)
+    w_buffers = gl.allocate_shared_memory(dtype, [BLOCKS * N * PARTS, WIDE, COLUMNS], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     w_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -207,9 +204,9 @@ def post_projection_kernel(
     results = (out_desc, P, POST, COMB, strides)
     gl.warp_specialize(
         [
-            (consume, (results, shared, C, PARTS, HALVES, WIDTH, 0)),
-            (consume, (results, shared, C, PARTS, HALVES, WIDTH, 1)),
-            (produce, ((x_desc, y_desc, w_desc), shared, C, PARTS, HALVES)),
+            (consume, (results, shared, C, PARTS, BLOCKS, 0)),
+            (consume, (results, shared, C, PARTS, BLOCKS, 1)),
+            (produce, ((x_desc, y_desc, w_desc), shared, C, PARTS, BLOCKS)),
         ],
         [ROWS // 16, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

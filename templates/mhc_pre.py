@@ -57,8 +57,7 @@ def fuse_kernel(
     N: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr, POWERS: tl.constexpr,
     INSIDE: tl.constexpr, CP: tl.constexpr, S: tl.constexpr,
     LOG: tl.constexpr, H_OF: tl.constexpr, STRIDE_OF: tl.constexpr, BLOCK: tl.constexpr,
-    HELD: tl.constexpr, STREAM: tl.constexpr, EARLY: tl.constexpr, DOWN: tl.constexpr, POLICY: tl.constexpr,
-    PDL: tl.constexpr,
+    HELD: tl.constexpr, STREAM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         in_turn(PDL)
@@ -72,14 +71,12 @@ def fuse_kernel(
     if INSIDE:
         apart = pid >= tokens
         pid = pid % tokens
-    if DOWN:
-        pid = tokens - 1 - pid
     t = pid.to(tl.int64)
     at, h = X + t * x_token, tl.arange(0, BLOCK)
     held = ()
     for k in tl.static_range(HELD):
         here = h + k * BLOCK < hidden
-        held = held + (load_streams(at, x_stream, h + k * BLOCK, here, N, POLICY),)
+        held = held + (load_streams(at, x_stream, h + k * BLOCK, here, N),)
     if EARLY:
         in_turn(PDL)
     column = tl.arange(0, CP)
@@ -172,7 +169,7 @@ def fuse(
     x: torch.Tensor, p: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int,
     rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
     chosen: dict[str, Any] | None = None, early: bool = False,
-    powers: bool = False, down: bool = False, policy: str = "",
+    powers: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(U, post, comb, mixes, sqrsum) from partials p [S, T, columns]; (U, mixes, sqrsum) where
     base has n elements, those of the pre gates. ``early`` where the kernel before is the
@@ -194,7 +191,7 @@ def fuse(
     launched(fuse_kernel, wrap_triton(fuse_kernel), x, (2 * tokens if inside else tokens,))(
         x, p, scale, base, u, post, comb, mixes, sqrsum, tokens,
         hidden, x.stride(0), x.stride(1), iters, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-        N=n, C=columns, HEAD=head, POWERS=powers, INSIDE=inside, EARLY=early, DOWN=down, POLICY=policy,
+        N=n, C=columns, HEAD=head, POWERS=powers, INSIDE=inside, EARLY=early,
         CP=triton.next_power_of_2(columns), S=s, LOG=(s - 1).bit_length(),
         H_OF=divisor(hidden, x.element_size()), STRIDE_OF=stride_divisor(x), **chosen,
     )  # fmt: skip

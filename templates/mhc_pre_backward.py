@@ -413,7 +413,7 @@ def backward(
 
 def copied(
     x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
-    mixes: torch.Tensor, sqrsum: torch.Tensor, added: torch.Tensor, du: torch.Tensor,
+    mixes: torch.Tensor, sqrsum: torch.Tensor, added: torch.Tensor | None, du: torch.Tensor,
     dpost: torch.Tensor | None, dcomb: torch.Tensor | None, iters: int, rms_eps: float,
     pre_eps: float, eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip

@@ -93,7 +93,7 @@ def group_sums(
     X, W, local, rows, hidden, group, x_token, x_stream,
     N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
     PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr, POLICY: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """W u over one group; X begins at the first of the ``local`` tokens, of which there are
     ``rows``."""
@@ -112,9 +112,7 @@ def group_sums(
         if not EVEN:
             x_here = x_here & (h + k[None, :] < hidden)
             w_here = w_here & (h + k[None, :] < hidden)
-        x = tl.load(
-            X + (stream * x_stream + h) + x_at, mask=x_here, other=0.0, eviction_policy=POLICY
-        )
+        x = tl.load(X + (stream * x_stream + h) + x_at, mask=x_here, other=0.0)
         for turn in tl.static_range(TURNS):
             at = (stream * hidden + h) + w_at + turn * C * N * hidden
             w = tl.load(W + at, mask=w_here, other=0.0)
@@ -155,8 +153,7 @@ def projection_kernel(
     X, W, P, tokens, hidden, x_token, x_stream,
     N: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
     PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr, LOG: tl.constexpr, AT_ONCE: tl.constexpr, POLICY: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPS: tl.constexpr, LOG: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """P [S, tokens, C]: sums of 2^LOG groups each."""
     in_turn(PDL)
@@ -180,7 +177,7 @@ def projection_kernel(
                 else:
                     twos += group_sums(
                         X, W, local, tokens - start, hidden, group, x_token, x_stream,
-                        N, C, CP, SLOTS, TURNS, PARTS, BM, BK, EVEN, GROUPS, POLICY,
+                        N, C, CP, SLOTS, TURNS, PARTS, BM, BK, EVEN, GROUPS,
                     )  # fmt: skip
                 group += 1
             fours += twos
@@ -276,11 +273,7 @@ def weights(
 
 
 def partials(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    precision: str,
-    chosen: dict[str, Any] | None = None,
-    policy: str = "",
+    x: torch.Tensor, w: torch.Tensor, precision: str, chosen: dict[str, Any] | None = None
 ) -> torch.Tensor:
     """P [S, T, columns] in fp32 of x [T, n, H], last dimension dense, and w."""
     tokens, n, hidden = x.shape
@@ -298,7 +291,7 @@ def partials(
     grid = ((tokens + chosen["BM"] - 1) // chosen["BM"], s)
     launched(projection_kernel, wrap_triton(projection_kernel), x, grid)(
         x, w, p, tokens, hidden, x.stride(0), x.stride(1), N=n, BK=block(x.dtype),
-        EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, AT_ONCE=at_once, POLICY=policy, **how,
+        EVEN=isinstance(hidden, int) and hidden % block(x.dtype) == 0, AT_ONCE=at_once, **how,
         **chosen,
     )  # fmt: skip
     return p

@@ -46,13 +46,21 @@ def shapes_apply(X: Tensor) -> bool:
     return not under_functorch() and not is_zero(X.numel())
 
 
+def _by_pre(X: Tensor, W: Tensor, *given: Any) -> Any:
+    """What ``pre_kernels.backward`` gives of X [T, n, H]."""
+    added, dU = given[4:6]
+    many = not isinstance(X.shape[0], int) or boundary.pays(X)
+    copied = many and not in_aot_mode() and boundary.applies(X, dU, W, boundary.WIDTH, added)
+    return (_pre_of_any_size if copied else pre_kernels.backward)(X, W, *given)
+
+
 @traced_op("inductor_ext::mhc_pre_backward")
 def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
     dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None, iters: int, rms_eps: float,
     pre_eps: float, sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return pre_kernels.backward(
+    return _by_pre(
         X, W, scale, base, mixes, sqrsum, None, dU, dpost, dcomb, iters, rms_eps, pre_eps,
         sinkhorn_eps, post_mult, powers,
     )  # fmt: skip
@@ -68,11 +76,11 @@ def _post(
 @opaque_op("inductor_ext::mhc_pre_backward_of_any_size")
 def _pre_of_any_size(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
-    added: Tensor, dU: Tensor, dpost: Tensor | None, dcomb: Tensor | None,
+    added: Tensor | None, dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None,
     iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
     powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """A pre's gradients, X's added to another; no tracer knows the kernel for many tokens."""
+    """The gradients of a pre or a collapse; no tracer knows the kernel for many tokens."""
     given: Any = X, W, scale, base, mixes, sqrsum, added, dU, dpost, dcomb
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult, powers
     copied = boundary.pays(X) and boundary.aligned(X, W, added, dU)
@@ -83,24 +91,11 @@ def _pre_of_any_size(
 @_pre_of_any_size.register_fake
 def _(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
-    added: Tensor, dU: Tensor, dpost: Tensor | None, dcomb: Tensor | None,
+    added: Tensor | None, dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None,
     iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
     powers: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(torch.empty_like(t) for t in (X, W, scale, base))
-
-
-def _with_added(X: Tensor, W: Tensor, *given: Any) -> Any:
-    """What ``pre_kernels.backward`` gives of X [T, n, H] at a boundary of two layers."""
-    added, dU = given[4:6]
-    many = not isinstance(X.shape[0], int) or boundary.pays(X)
-    copied = (
-        many
-        and added is not None
-        and not in_aot_mode()
-        and boundary.applies(X, dU, W, boundary.WIDTH, added)
-    )
-    return (_pre_of_any_size if copied else pre_kernels.backward)(X, W, *given)
 
 
 @traced_op("inductor_ext::mhc_post_pre_backward")
@@ -110,7 +105,7 @@ def _post_pre(
     dpost1: Tensor | None, dcomb1: Tensor | None, iters: int, rms_eps: float, pre_eps: float,
     sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    total, *rest = _with_added(
+    total, *rest = _by_pre(
         X1, W, scale, base, mixes1, sqrsum1, dX1, dU, dpost1, dcomb1, iters, rms_eps, pre_eps,
         sinkhorn_eps, post_mult, powers,
     )  # fmt: skip
@@ -123,7 +118,7 @@ def _collapse(
     dU: Tensor | None, dmixes: Tensor | None, dsqrsum: Tensor | None, rms_eps: float,
     pre_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return pre_kernels.backward(
+    return _by_pre(
         X, W, scale, base, mixes, sqrsum, None, dU, dmixes, dsqrsum, 1, rms_eps, pre_eps, 0.0, 1.0
     )
 

@@ -144,9 +144,6 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         return Shared(self.memory.view(*shape))
 
-    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.memory.narrow(dim, start, length))
-
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.permute(*order))
 

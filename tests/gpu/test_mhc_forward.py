@@ -98,10 +98,10 @@ def test_a_projection_that_fills_the_card_is_exact(H):
         assert (squares - sqrsum).abs().max() <= 1e-5 * sqrsum.max()
 
 
-@pytest.mark.parametrize("T", [2500, 4096])
-def test_streams_that_are_projected_where_they_are_made(T):
+@pytest.mark.parametrize(("T", "H"), [(2500, 7168), (4096, 7168), (3333, 5120)])
+def test_streams_that_are_projected_where_they_are_made(T, H):
     """To the bit what post makes, at full occupancy, time and again; not quite whole tiles too."""
-    (X, *site), given = draw(T, 4, 7168)
+    (X, *site), given = draw(T, 4, H)
     X1 = ops.mhc_post(X, *given)
     mixes = torch.cat([x.double() @ site[0].double().T for x in X1.flatten(1).split(512)])
     first = torch.ops.inductor_ext.mhc_post_pre(X, *given, *site, *V4)
