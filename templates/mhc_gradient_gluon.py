@@ -35,10 +35,10 @@ CONSUMERS = gl.constexpr(2)
 
 @gluon.jit
 def share(tokens, turns, ROWS: gl.constexpr):
-    """(slab, first tile, pairs of tiles) of a program, which takes every ``turns``-th tile."""
+    """(slab, first tile, number of tiles) of a program, which takes every ``turns``-th tile."""
     first = gl.program_id(0) % turns
     tiles = ((tokens + ROWS - 1) // ROWS - first + turns - 1) // turns
-    return gl.program_id(0) // turns, first, (tiles + CONSUMERS - 1) // CONSUMERS
+    return gl.program_id(0) // turns, first, tiles
 
 
 @gluon.jit
@@ -52,13 +52,13 @@ def produce(descs, shared, C: gl.constexpr, W_PARTS: gl.constexpr, ADDED: gl.con
     COLUMNS: gl.constexpr = du_buffers.shape[2]
     STREAMS: gl.constexpr = N * x_desc.block_type.nbytes * (2 if ADDED else 1)
     BYTES: gl.constexpr = STREAMS + du_desc.block_type.nbytes + 2 * draw_desc.block_type.nbytes
-    slab, first, pairs = share(tokens, turns, ROWS)
+    slab, first, tiles = share(tokens, turns, ROWS)
     column = slab * COLUMNS
     mbarrier.expect(w_ready.index(0), N * W_PARTS * w_desc.block_type.nbytes)
     for m in gl.static_range(N * W_PARTS):
         where = [m % W_PARTS, 0, m // W_PARTS * hidden + column]
         load(w_desc, where, w_ready.index(0), w_buffers.index(m))
-    for turn in range(0, pairs * CONSUMERS):
+    for turn in range(0, tiles):
         place = turn % STAGES
         # A ring's first lap waits for the phase before the first, which counts as complete.
         mbarrier.wait(empty.index(place), ((turn // STAGES) & 1) ^ 1)
@@ -151,18 +151,19 @@ def consume(
     WIDE: gl.constexpr = w_buffers.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    slab, first, pairs = share(tokens, turns, ROWS)
+    slab, first, tiles = share(tokens, turns, ROWS)
     column = slab * COLUMNS
     local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     tile = first + WHICH * turns
+    mine = (tiles - WHICH + CONSUMERS - 1) // CONSUMERS
     known = load_known(COEFFICIENTS, tile * ROWS + local, tokens)
     mbarrier.wait(w_ready.index(0), 0)
     for segment in range(0, segments):
         zeros = gl.zeros((COLUMNS, WIDE), gl.float32, layout=thin)
         dw = (zeros, zeros, zeros, zeros)
         begun = segment * each
-        for pair in range(begun, gl.minimum(begun + each, pairs)):
-            turn = pair * CONSUMERS + WHICH
+        for k in range(begun, gl.minimum(begun + each, mine)):
+            turn = k * CONSUMERS + WHICH
             place = turn % STAGES
             following = tile + CONSUMERS * turns
             mbarrier.wait(ready.index(place), (turn // STAGES) & 1)
