@@ -41,17 +41,21 @@ def summed(at, stride, mask, S: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
-def summed_apart(at, stride, column, used, S: tl.constexpr, LOG: tl.constexpr):
-    """``summed`` of many partials [S, columns], 16 neighbours by a thread: in the same tree."""
+def summed_apart(at, stride, column, used, S: tl.constexpr, LOG: tl.constexpr, HALF: tl.constexpr):
+    """``summed`` of many partials [S, columns], 16 neighbours by a thread: in the same tree. HALF:
+    eight of them at a time, for registers."""
     CP: tl.constexpr = column.shape[0]
     RUNS: tl.constexpr = 1 << (LOG - 4)
+    AT_ONCE: tl.constexpr = 8 if HALF else 16
     first = tl.arange(0, RUNS)[:, None] * 16
     at += column[None, :] + first * stride
-    terms = ()
-    for s in tl.static_range(16):
-        here = used[None, :] & (first + s < S)
-        terms = terms + (tl.load(at + s * stride, mask=here, other=0.0),)
-    total = added(terms, 4)
+    total = tl.zeros((RUNS, CP), tl.float32)
+    for done in range(0, 16, AT_ONCE):
+        terms = ()
+        for s in tl.static_range(AT_ONCE):
+            here = used[None, :] & (first + (done + s) < S)
+            terms = terms + (tl.load(at + (done + s) * stride, mask=here, other=0.0),)
+        total += added(terms, 3 if HALF else 4)
     for level in tl.static_range(LOG - 4):
         total = tl.sum(tl.reshape(total, (RUNS >> (level + 1), 2, CP)), 1)
     return tl.reshape(total, (CP,))

@@ -83,7 +83,7 @@ def fuse_kernel(
     used = column < C
     wide = tl.cast(tokens, tl.int64)
     if LOG > 4:
-        mixes = summed_apart(P + t * C, wide * C, column, used, S, LOG)
+        mixes = summed_apart(P + t * C, wide * C, column, used, S, LOG, not EARLY)
     else:
         mixes = summed(P + t * C + column, wide * C, used, S, LOG)
     base = tl.load(BASE + column, mask=column < N if HEAD else used, other=0.0)
@@ -182,7 +182,8 @@ def fuse(
     u, *coefficients, mixes, sqrsum = out
     post, comb = (mixes, mixes) if head else coefficients
     few = isinstance(tokens, int) and tokens <= FEW
-    if x.dtype == torch.bfloat16 and n <= 4 and s <= 16 and stride_divisor(x) == 8:
+    light = s <= 16 or (isinstance(tokens, int) and tokens > projection.FEW)
+    if x.dtype == torch.bfloat16 and n <= 4 and light and stride_divisor(x) == 8:
         chosen = {"maxnreg": 80} | chosen  # three programs of 8 warps on a multiprocessor
     if isinstance(tokens, int) and tokens == 0:
         return out

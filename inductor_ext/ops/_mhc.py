@@ -25,8 +25,10 @@ from inductor_ext.ops import _mhc_backward as backward
 from inductor_ext.ops import _mhc_checks as checks
 from inductor_ext.ops import _mhc_composed as composed
 from inductor_ext.ops._opaque import opaque_op, traced_op
+from inductor_ext.templates import mhc_gluon_launch as boundary
 from inductor_ext.templates import mhc_post as post_kernels
 from inductor_ext.templates import mhc_pre as pre_kernels
+from inductor_ext.templates.mhc_layout import dense
 
 _FAR = 1 << 23
 
@@ -59,6 +61,30 @@ def _(
     sinkhorn_eps: float, post_mult: float, precision: str, powers: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return pre_kernels.results(X, W.shape[0])
+
+
+@opaque_op("inductor_ext::mhc_post_pre_of_any_size")
+def _post_pre_of_any_size(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor,
+    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    precision: str, powers: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``mhc_post_pre`` of X [T, n, H]; no tracer knows the kernel for many tokens."""
+    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    if not boundary.pays(X) or not boundary.aligned(X, Y, W):
+        X1 = post_kernels.post(X, Y, post, comb)
+        return X1, *pre_kernels.pre(X1, W, scale, base, *options, precision, powers)
+    X1, p = boundary.post_and_partials(X, Y, post, comb, W, precision)
+    return X1, *pre_kernels.fuse(X1, p, dense(scale), dense(base), *options, powers=powers)
+
+
+@_post_pre_of_any_size.register_fake
+def _(
+    X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, W: Tensor, scale: Tensor, base: Tensor,
+    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    precision: str, powers: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return torch.empty_like(X), *pre_kernels.results(X, W.shape[0])
 
 
 @opaque_op("inductor_ext::mhc_collapse_of_any_size")
@@ -136,6 +162,12 @@ def _post_pre(
     if not kernels_apply(X):
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options, powers)
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
+    many = not isinstance(operands[0].shape[0], int) or boundary.pays(operands[0])
+    if many and not in_aot_mode() and boundary.applies(operands[0], operands[1], W):
+        found = _post_pre_of_any_size(
+            *operands, W, scale, base, *options, float32_precision(), powers
+        )
+        return found[0].reshape(X.shape), *_leading(X.shape[:-2], found[1:])
     with _launching(X):
         X1 = post_kernels.post(*operands)
     found = _pre_of(X1, powers, W, scale, base, *options)

@@ -128,8 +128,9 @@ def mhc_post_pre(
     """``mhc_post`` of one layer and ``mhc_pre`` of the next: (X', U, post', comb').
 
     X' is rounded to the dtype of X before it is projected. Arguments, determinism and errors
-    are those of the two functions; the gradient adds up in fp32 what comes
-    to X' from both sides.
+    are those of the two functions; the gradient adds up in fp32 what comes to X' from both sides.
+    On Hopper, from 7 * 2^22 / H tokens of 4 streams in bf16 on, X' is projected where it is made:
+    U, post' and comb' have bits of their own there, the same among any number of so many tokens.
     """
     W = _weighted(X, W, norm_weight)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult

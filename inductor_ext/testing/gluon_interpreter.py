@@ -272,6 +272,12 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
     return Int(chosen) if type(chosen) is int else chosen
 
 
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    """Rounded once; of fp32, whose products are exact in fp64."""
+    x, y, z = (torch.as_tensor(v, dtype=torch.float64) for v in (x, y, z))
+    return torch.addcmul(z, x, y).float()
+
+
 def _sum(x: Tile, axis: int) -> Any:
     total = x.value.sum(axis)
     if total.ndim or total.is_floating_point():
@@ -311,8 +317,9 @@ class _Language(ModuleType):
             **{n: _lifted(getattr(torch, n)) for n in ("abs", "exp", "log", "sqrt", "zeros_like")},
             max=_lifted(lambda x, axis: x.amax(axis)),
             sum=_sum,
-            fma=_lifted(lambda x, y, z: x * y + z),
+            fma=_lifted(_fma),
             full_like=_lifted(torch.full_like),
+            thread_barrier=lambda: None,
             to_tensor=lambda x: x,
             atomic_add=_atomic_add,
             expand_dims=_lifted(torch.unsqueeze),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from inductor_ext.templates import mhc_projection
+from inductor_ext.templates import mhc_gluon_launch, mhc_projection
 
 from inductor_ext import measure, ops
 from inductor_ext.ops import _mhc  # noqa: F401  registers the operations
@@ -98,21 +98,43 @@ def test_a_projection_that_fills_the_card_is_exact(H):
         assert (squares - sqrsum).abs().max() <= 1e-5 * sqrsum.max()
 
 
+@pytest.mark.parametrize(("T", "H"), [(2500, 7168), (4096, 7168), (3333, 5120)])
+def test_streams_that_are_projected_where_they_are_made(T, H, monkeypatch):
+    """To the bit what post makes, at full occupancy, time and again; not quite whole tiles too."""
+    monkeypatch.setattr(mhc_gluon_launch, "LEAST", 1 << 24)
+    (X, *site), given = draw(T, 4, H)
+    X1 = ops.mhc_post(X, *given)
+    mixes = torch.cat([x.double() @ site[0].double().T for x in X1.flatten(1).split(512)])
+    first = torch.ops.inductor_ext.mhc_post_pre(X, *given, *site, *V4)
+    assert torch.equal(first[0], X1)
+    assert (first[4] - mixes).norm() <= 3e-6 * mixes.norm()
+    for _ in range(10):
+        again = torch.ops.inductor_ext.mhc_post_pre(X, *given, *site, *V4)
+        assert all(map(torch.equal, first, again))
+
+
 @pytest.mark.parametrize(("n", "H", "dtype"), [(4, 7168, BF16), (8, 4096, BF16), (4, 4096, FP32)])
-def test_a_token_has_the_same_bits_among_any_number(n, H, dtype):
+def test_a_token_has_the_same_bits_among_any_number(n, H, dtype, monkeypatch):
+    monkeypatch.setattr(mhc_gluon_launch, "LEAST", 1 << 24)
     (X, W, scale, base), (Y, post, comb) = draw(4096, n, H, dtype)
 
     def run(part):
         pre = torch.ops.inductor_ext.mhc_pre(X[part], W, scale, base, *V4)
         given = X[part], Y[part], post[part], comb[part]
         both = torch.ops.inductor_ext.mhc_post_pre(*given, W, scale, base, *V4)
-        return [t[:1] for t in (*pre, *both, ops.mhc_post(*given))]
+        return [t[:1] for t in (*pre, ops.mhc_post(*given), *both)]
 
-    few = mhc_projection.FEW
-    for sizes in ((1, 7, 33, 128, 200, 512, few), (few + 1, 2000, 3000)):
+    few, large = mhc_projection.FEW, 1 + mhc_gluon_launch.LEAST // H
+    many = []
+    for sizes in ((1, 7, 33, 128, 200, 512, few), (few + 1, 2000), (large, large + 100)):
+        if sizes[-1] > 3000:
+            continue
         first, *others = (run(slice(1000, 1000 + tokens)) for tokens in sizes)
         for tokens, other in zip(sizes[1:], others, strict=True):
             assert all(map(torch.equal, first, other)), tokens
+        many += [first] if sizes[0] > few else []
+    # Of pre and post there is no third group.
+    assert all(map(torch.equal, many[0][:7], many[-1][:7]))
 
 
 def test_tf32():

@@ -5,6 +5,7 @@ import functools
 import pytest
 import reference
 import torch
+from inductor_ext.templates import mhc_gluon_launch
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -125,6 +126,16 @@ def test_kernels_of_a_compiled_program():
     pre = ["cut_kernel", "projection_kernel", "fuse_kernel", "comb_kernel"]
     assert sorted(set(names)) == sorted([*pre, "post_kernel"])
     assert code.graphs[0].count(".run(") == 2 * len(pre) + 1
+
+
+@pytest.mark.codegen
+def test_a_boundary_of_wide_layers_is_one_call():
+    """X' is projected where it is made: what follows a layer is one operation with launches of its
+    own, of any number of tokens."""
+    given = [torch.empty(t.shape, dtype=t.dtype) for t in reference.draw(64, 4, 2048)]
+    given.insert(1, torch.empty(64, 2048, dtype=BF16))
+    code = compile_for("h200", layer, *given, dynamic={0: {0: None}, 1: {0: None}})
+    assert code.graphs[0].count("mhc_post_pre_of_any_size.default(") == mhc_gluon_launch.available()
 
 
 @pytest.mark.codegen
