@@ -18,9 +18,9 @@ TOKENS, WIDTH = 64, 64  # of a block
 POST_WIDTH = 2 * WIDTH  # columns of a program behind a layer
 MOST_COLUMNS = 32  # of W
 LEAST_HIDDEN = 2048
-# Elements of a stream: the card takes longer than the host, which describes tensors to the copy
-# engine.
-LEAST = 7 << 22  # 4096 tokens of 7168, where it was measured ahead
+# Elements of a stream, from which on the card takes longer than the host, which describes tensors
+# to the copy engine.
+LEAST = 1 << 24
 _WARPS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "num_warps": TOKENS // 16}
 LEAST_SHARE = 0.75  # of the multiprocessors, that have work
 

@@ -129,8 +129,8 @@ def mhc_post_pre(
 
     X' is rounded to the dtype of X before it is projected. Arguments, determinism and errors
     are those of the two functions; the gradient adds up in fp32 what comes to X' from both sides.
-    On Hopper, from 7 * 2^22 / H tokens of 4 streams in bf16 on, X' is projected where it is made:
-    U, post' and comb' have bits of their own there, the same among any number of so many tokens.
+    On Hopper, from 2^24 / H tokens of 4 streams in bf16 on, X' is projected where it is made: U,
+    post' and comb' have bits of their own there, the same among any number of so many tokens.
     """
     W = _weighted(X, W, norm_weight)
     options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult

@@ -99,9 +99,8 @@ def test_a_projection_that_fills_the_card_is_exact(H):
 
 
 @pytest.mark.parametrize(("T", "H"), [(2500, 7168), (4096, 7168), (3333, 5120)])
-def test_streams_that_are_projected_where_they_are_made(T, H, monkeypatch):
+def test_streams_that_are_projected_where_they_are_made(T, H):
     """To the bit what post makes, at full occupancy, time and again; not quite whole tiles too."""
-    monkeypatch.setattr(mhc_gluon_launch, "LEAST", 1 << 24)
     (X, *site), given = draw(T, 4, H)
     X1 = ops.mhc_post(X, *given)
     mixes = torch.cat([x.double() @ site[0].double().T for x in X1.flatten(1).split(512)])
@@ -114,8 +113,7 @@ def test_streams_that_are_projected_where_they_are_made(T, H, monkeypatch):
 
 
 @pytest.mark.parametrize(("n", "H", "dtype"), [(4, 7168, BF16), (8, 4096, BF16), (4, 4096, FP32)])
-def test_a_token_has_the_same_bits_among_any_number(n, H, dtype, monkeypatch):
-    monkeypatch.setattr(mhc_gluon_launch, "LEAST", 1 << 24)
+def test_a_token_has_the_same_bits_among_any_number(n, H, dtype):
     (X, W, scale, base), (Y, post, comb) = draw(4096, n, H, dtype)
 
     def run(part):
