@@ -85,7 +85,7 @@ def decision(launch: Tunable, facts: tuple[Any, ...], given: dict[str, Any]) -> 
 
     if answer.box is None:
         return by_rule(f"not in the plan: {answer.reason}")
-    chosen = answer.box.choice
+    chosen = launch.whole(answer.box.choice)
     if chosen not in (HEURISTIC, *launch.candidates(facts, given)):
         return by_rule(f"not in the plan: {answer.plan} names {chosen}, which is no candidate here")
     point, us = answer.box.nearest_times(dict(key.sizes))
@@ -107,7 +107,7 @@ def _tiling(launch: Tunable, facts: tuple[Any, ...], given: dict[str, Any]) -> A
     answer = None if key is None else active_plan.look_up(key)
     if answer is None or answer.box is None or answer.box.choice == HEURISTIC:
         return None
-    return launch.candidates(facts, given).get(answer.box.choice)
+    return launch.candidates(facts, given).get(launch.whole(answer.box.choice))
 
 
 class _Watching:

@@ -135,12 +135,31 @@ class Tunable:
         if len(set(changed)) < len(parts) or not all(eq and value for _, eq, value in parts):
             return "it is no tiling, which is written field=value,field=value"
         for field in self.named:
-            if field not in changed:
+            if field not in changed and field not in self._defaults:
                 return f"it names no {field}"
         for field in changed:
             if self._made is not None and field not in self.named:
                 return f"no tiling has {field!r}"
         return ""
+
+    def whole(self, name: str) -> str:
+        """A name with the fields it leaves out: those that came after a plan keep their defaults."""
+        if self._made is None or self.fault(name):
+            return name
+        told = dict(part.split("=", 1) for part in name.split(","))
+        return ",".join(f"{f}={told.get(f) or self._defaults[f]}" for f in self.named)
+
+    @functools.cached_property
+    def _defaults(self) -> dict[str, Any]:
+        """Of a dataclass of tilings, the fields that have a default, as names have them."""
+        if self._made is None:
+            return {}
+        given = {f.name: f.default for f in dataclasses.fields(self._made)}
+        return {
+            n: int(v) if isinstance(v, bool) else v
+            for n, v in given.items()
+            if v is not dataclasses.MISSING
+        }
 
     @functools.cached_property
     def _made(self) -> Any:
