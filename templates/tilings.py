@@ -143,7 +143,7 @@ class Tunable:
         return ""
 
     def whole(self, name: str) -> str:
-        """A name with the fields it leaves out: those that came after a plan keep their defaults."""
+        """A name with what it leaves out: fields that came after a plan have their defaults."""
         if self._made is None or self.fault(name):
             return name
         told = dict(part.split("=", 1) for part in name.split(","))

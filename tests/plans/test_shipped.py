@@ -108,7 +108,8 @@ def test_every_tiling_is_a_candidate_where_it_was_measured(path):
                 if problem is not None:
                     key = planned_launches.key_of(launch, *problem)
                     assert plan.find(key, {}) == box
-                    assert launch.whole(box.choice) in ("heuristic", *launch.candidates(*problem)), (entry, at)
+                    choices = "heuristic", *launch.candidates(*problem)
+                    assert launch.whole(box.choice) in choices, (entry, at)
                     looked_up += 1
     assert looked_up
 
