@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .attention_backward_gluon_launch import Tile, common, kernels, multiprocessors_of, schedule
 from .attention_gluon_launch import applies, described, mapped
-from .attention_program import Program
+from .attention_program import LOG2E, Program
 from .tilings import tunable
 
 
@@ -34,17 +34,25 @@ def takes(q: Tensor, k: Tensor, lse: Tensor, program: Program) -> bool:
     )
 
 
+def shift_of(lse: Tensor) -> Tensor:
+    """[B, Hq, Sq], laid out as ``lse`` is: lse in units of log 2, made once for all keys. Finite of
+    a row that keeps nothing, whose scores are -inf, so that it adds nothing; NaN stays."""
+    shift = torch.empty_strided(lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
+    return torch.mul(lse, LOG2E, out=shift).clamp_(min=-3e38)
+
+
 def launch(
-    q: Tensor, k: Tensor, lse: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
+    q: Tensor, k: Tensor, shift: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int],
     program: Program, sums: Tensor, tile: Tile, multiprocessors: int,
 ) -> tuple[Any, tuple[int], dict[str, Any]]:  # fmt: skip
-    """(kernel, grid, arguments by name): the launch that fills ``sums`` [B, Hkv, Sk]."""
+    """(kernel, grid, arguments by name): the launch that fills ``sums`` [B, Hkv, Sk], of a
+    ``shift_of``."""
     heads = k.shape[0] * k.shape[1]
     streamed = q.numel() // heads * q.element_size()
     each = triton.cdiv(k.shape[2], tile.held * tile.consumers)
-    grid, who = schedule("key", each, heads, streamed, tile, multiprocessors, lse)
+    grid, who = schedule("key", each, heads, streamed, tile, multiprocessors, shift)
     arguments = common(q, k, inputs, numbers, program, tile, (tile.streamed, tile.held)) | {
-        "lse_desc": described(lse.unsqueeze(2), [1, 1, 1, tile.streamed]),
+        "shift_desc": described(shift.unsqueeze(2), [1, 1, 1, tile.streamed]),
         "sums": sums,
         "kv_heads": k.shape[1],
     }
@@ -61,7 +69,7 @@ def columns(
     tile = tile or columns_tile(program, q.shape[3], **sizes)
     sums = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
     kernel, grid, arguments = launch(
-        q, k, lse, inputs, numbers, program, sums, tile, multiprocessors_of(q)
+        q, k, shift_of(lse), inputs, numbers, program, sums, tile, multiprocessors_of(q)
     )
     kernel[grid](**arguments)
     return sums

@@ -20,6 +20,8 @@ ROWS = 64  # query rows of a KV head, at most
 # Blocks of a program from which heads of their own are measured to be faster. Of fewer the merge
 # weighs more, whose programs crowd on the multiprocessors that are left over.
 LONG = 32
+# Query rows of a tile, at least. Of more of a KV head its own programs are measured to be slower.
+TILE_ROWS = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -70,16 +72,17 @@ def tiling(dtype: torch.dtype, dim: int, value_dim: int, rows: int, few: bool = 
 
 
 def division(
-    lines: int, blocks: int, most: int, least: int, ragged: bool = False
+    lines: int, blocks: int, most: int, least: int, rows: int = 1, ragged: bool = False
 ) -> tuple[int, int]:
     """(programs, parts) for ``lines`` heads of ``blocks`` each, or at most: programs of every head
     alone; or as many as there may be, ``most``, and 0, where that would leave over a tenth idle or
-    have them end soon."""
+    have them end soon, or where a KV head has more than TILE_ROWS ``rows``."""
     programs = max(min(most, lines * blocks // least), 1)
     if ragged:
         return programs, 0
     parts = min(most // lines, max(blocks // least, 1))
-    if parts * lines >= 0.9 * programs and blocks >= LONG * parts:
+    apart = rows <= TILE_ROWS and blocks >= LONG * parts
+    if apart and parts * lines >= 0.9 * programs:
         return parts * lines, parts
     heads = triton.cdiv(lines, programs)  # of a program
     even = lines % heads == 0 and lines // heads >= 0.9 * programs
@@ -145,7 +148,7 @@ def decode(
     pages = "" if not paged else "many" if page_size % chosen.block else "one"
     most = chosen.programs or chosen.per_sm * _processors(q.device)
     blocks, ragged = triton.cdiv(capacity, chosen.block), lengths is not None
-    programs, parts = division(lines, blocks, most, chosen.least, ragged)
+    programs, parts = division(lines, blocks, most, chosen.least, rows * group, ragged)
     keys_first = chosen.keys_first and q.itemsize == 2
     layout = attention_decode.Layout(dim, value_dim, ragged, pages, keys_first, parts > 0)
     decode_kernel, merge_kernel = attention_decode.kernels(program, layout)
@@ -173,7 +176,7 @@ def decode(
     common: dict[str, Any] = {"BLOCK": chosen.block, "LEAST": chosen.least}
     given = {n: values[n] for n in attention_decode.arguments(program, layout)}
     launched(decode_kernel, wrap_triton(decode_kernel), q, (programs,))(
-        **given, **common, ROWS=max(16, triton.next_power_of_2(rows * group)),
+        **given, **common, ROWS=max(TILE_ROWS, triton.next_power_of_2(rows * group)),
         STAGES=chosen.stages,
         PRECISION=_precision(q.dtype, precision), num_warps=chosen.warps,
     )  # fmt: skip

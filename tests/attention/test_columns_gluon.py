@@ -1,5 +1,7 @@
 """The Hopper kernel of column sums: its numbers and barriers emulated, and its machine code."""
 
+import re
+
 import pytest
 import torch
 from backward_programs import SCORES, attention, draw_inputs
@@ -18,10 +20,10 @@ TILE = Tile(consumers=3, stages=4)
 @pytest.mark.parametrize(
     ("name", "tile"),
     [("causal", TILE), ("window", Tile(stages=2)), ("lower right", Tile(128, dynamic=False)),
-     ("slot bias", TILE), ("sinks", Tile())],
+     ("slot bias", TILE), ("sinks", Tile()), ("slopes", Tile(128))],
 )  # fmt: skip
 def test_sums(name, tile):
-    score, (rows, columns) = SCORES[name], (300, 156)
+    score, (rows, columns) = SCORES[name], (420, 156)  # 0, 3 or 6 whole blocks, which go in pairs
     q = torch.randn(1, rows, 4, 64).to(BF16).transpose(1, 2)
     k = torch.randn(1, columns, 2, 64).to(BF16).transpose(1, 2)
     inputs = draw_inputs(score, 1, 4, rows, columns)
@@ -31,7 +33,7 @@ def test_sums(name, tile):
     right = weights.sum(2).reshape(1, 2, 2, columns).sum(2)
     sums = torch.full((1, 2, columns), torch.nan)
     _, grid, arguments = launch.launch(
-        q, k, lse.float(), inputs, score.numbers, score.program, sums, tile, 2
+        q, k, launch.shift_of(lse.float()), inputs, score.numbers, score.program, sums, tile, 2
     )
     define = lambda: backward.define("columns", score.program).attention_columns_gluon  # noqa: E731
     interpret(define, grid[0], arguments, 0.002)
@@ -47,5 +49,8 @@ def test_machine_code():
     binary, sass = gluon_binary(kernel, arguments)
     assert binary.spills == 0 and binary.shared_bytes <= 227 << 10
     assert binary.target == "sm_90a" and "red.global" not in binary.ptx
-    # Scores are waited for once a block, behind the exponentials of the one before.
-    assert sass.count("DEPBAR.LE gsb0") == 9 < sass.count("HGMMA")
+    # Scores are waited for once a block, behind the exponentials of the one before: by a consumer
+    # for the first, a masked one, two of a pair, and the one left over.
+    assert sass.count("DEPBAR.LE gsb0") == 15 < sass.count("HGMMA")
+    # Keys are in registers: a product reads q alone in shared memory.
+    assert re.search(r"HGMMA\.64x64x16\.F32\.BF16 R\d+, gdesc", sass) is None

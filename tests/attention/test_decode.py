@@ -100,12 +100,16 @@ def test_lengths_of_keys(Sk):
 
 
 def test_heads_have_programs_of_their_own(monkeypatch):
-    """But for where more than a tenth of the card would idle, of few blocks, and ragged ones."""
+    """But for where more than a tenth of the card would idle, of few blocks, of more than 16 query
+    rows, and ragged ones."""
     monkeypatch.undo()
     assert launch.division(8, 512, 132, 4) == (128, 16)
     assert launch.division(8, 256, 132, 4) == (132, 0)
     assert launch.division(100, 256, 132, 4) == (132, 0)
     assert launch.division(512, 32, 264, 4) == (256, 0)  # two heads each
+    assert launch.division(8, 512, 132, 4, rows=16) == (128, 16)
+    assert launch.division(8, 512, 132, 4, rows=17) == (132, 0)
+    assert launch.division(128, 256, 264, 8, rows=32) == (264, 0)  # 4 rows of 8 heads
     assert launch.division(8, 512, 132, 4, ragged=True) == (132, 0)
 
 
