@@ -119,15 +119,18 @@ def test_readme_times_of_mhc_are_the_measured_ones() -> None:
 def test_readme_attention_is_as_measured() -> None:
     """Every number of the two tables is one of the summary's, of its own line."""
     summary = (ROOT / "benchmarks/results/attention_summary.md").read_text()
-    lines = [[c.strip() for c in row.split("|")[1:-1]] for row in summary.splitlines()[4:]]
-    measured = {(line[0], line[1]): line[2:] for line in lines if len(line) > 4}
+    rows = [row for row in summary.splitlines() if row.startswith("|")]
+    names, _, *lines = ([c.strip() for c in row.split("|")[1:-1]] for row in rows)
+    measured = {(line[0], line[1]): dict(zip(names, line, strict=True)) for line in lines}
     families = re.findall(r"^\| ([A-H]): [^|]*\|(.*)\|$", _section("Attention"), re.M)
     assert len(families) == 8
     for name, cells in families:
         stock, mine, stock_back, mine_back, peak = (c.strip() for c in cells.split("|"))
         of = {kind: v for (case, kind), v in measured.items() if case.startswith(f"family {name} ")}
-        assert of["fwd"][4:6] == [mine, stock] and of["bwd"][4:6] == [mine_back, stock_back]
-        assert peak.split(" -> ") == [of["fwd"][9], of["fwd"][8]]
+        assert [of[k][c] for k in ("fwd", "bwd") for c in ("plugin", "compile")] == [
+            mine, stock, mine_back, stock_back,
+        ]  # fmt: skip
+        assert peak.split(" -> ") == [of["fwd"]["compile MiB"], of["fwd"]["plugin MiB"]]
     known = {
         "causal": "causal B4 H16 S4096 D128",
         "4 heads share one": "causal B4 H16:4 S4096 D128",
@@ -144,4 +147,4 @@ def test_readme_attention_is_as_measured() -> None:
         (cells,) = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", _section("Attention"), re.M)
         shown = [re.match(r"[\d-]+", c.strip())[0] for c in cells.split("|")]  # type: ignore[index]
         both = [measured[case, kind] for kind in ("fwd", "bwd")]
-        assert shown == [both[i][j] for i in (0, 1) for j in (0, 2, 3)], label
+        assert shown == [one[c] for one in both for c in ("ours", "cudnn", "flex")], label
