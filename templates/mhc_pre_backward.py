@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
-from . import mhc_gluon_launch
 from .mhc_sinkhorn_backward import block_of, held_rounds
 from .mhc_slopes import logits_kernel, split
 from .tilings import tunable
@@ -409,18 +408,3 @@ def backward(
         num_stages=1,
     )  # fmt: skip
     return dx, *finish(parts, sums, n, w, scale, base)
-
-
-def copied(
-    x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
-    mixes: torch.Tensor, sqrsum: torch.Tensor, added: torch.Tensor | None, du: torch.Tensor,
-    dpost: torch.Tensor | None, dcomb: torch.Tensor | None, iters: int, rms_eps: float,
-    pre_eps: float, eps: float, post_mult: float, powers: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As ``backward``, by ``mhc_gradient_gluon``: where that applies."""
-    draw, coefficients, sums = slopes(
-        x, scale, base, mixes, sqrsum, du, dpost, dcomb, iters, rms_eps, pre_eps, eps, post_mult,
-        powers,
-    )  # fmt: skip
-    dx, parts = mhc_gluon_launch.gradient(x, du, w, draw, coefficients, added)
-    return dx, *finish(parts, sums, x.shape[1], w, scale, base)

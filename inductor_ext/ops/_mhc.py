@@ -163,11 +163,7 @@ def _post_pre(
         return composed.post_pre(X, Y, post, comb, W, scale, base, *options, powers)
     operands = _tokens(X, 2), _tokens(Y, 1), _small(post, 1), _small(comb, 2)
     many = not isinstance(operands[0].shape[0], int) or boundary.pays(operands[0])
-    if (
-        many
-        and not in_aot_mode()
-        and boundary.applies(operands[0], operands[1], W, boundary.POST_WIDTH)
-    ):
+    if many and not in_aot_mode() and boundary.applies(operands[0], operands[1], W):
         found = _post_pre_of_any_size(
             *operands, W, scale, base, *options, float32_precision(), powers
         )

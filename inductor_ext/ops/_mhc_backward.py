@@ -22,13 +22,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import in_aot_mode
 from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops._composed import wide
 from inductor_ext.ops._mhc_composed import shares, without_autocast
-from inductor_ext.ops._opaque import opaque_op, traced_op
+from inductor_ext.ops._opaque import traced_op
 from inductor_ext.ops._rows import is_zero
-from inductor_ext.templates import mhc_gluon_launch as boundary
 from inductor_ext.templates import mhc_post_backward as post_kernels
 from inductor_ext.templates import mhc_pre_backward as pre_kernels
 from inductor_ext.templates import mhc_sinkhorn_backward as sinkhorn_kernels
@@ -47,21 +45,13 @@ def shapes_apply(X: Tensor) -> bool:
     return not under_functorch() and not is_zero(X.numel())
 
 
-def _by_pre(X: Tensor, W: Tensor, *given: Any) -> Any:
-    """What ``pre_kernels.backward`` gives of X [T, n, H]."""
-    added, dU = given[4:6]
-    many = not isinstance(X.shape[0], int) or boundary.pays(X)
-    copied = many and not in_aot_mode() and boundary.applies(X, dU, W, boundary.WIDTH, added)
-    return (_pre_of_any_size if copied else pre_kernels.backward)(X, W, *given)
-
-
 @traced_op("inductor_ext::mhc_pre_backward")
 def _pre(
     X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
     dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None, iters: int, rms_eps: float,
     pre_eps: float, sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _by_pre(
+    return pre_kernels.backward(
         X, W, scale, base, mixes, sqrsum, None, dU, dpost, dcomb, iters, rms_eps, pre_eps,
         sinkhorn_eps, post_mult, powers,
     )  # fmt: skip
@@ -74,31 +64,6 @@ def _post(
     return post_kernels.backward(X, Y, post, comb, dX1)
 
 
-@opaque_op("inductor_ext::mhc_pre_backward_of_any_size")
-def _pre_of_any_size(
-    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
-    added: Tensor | None, dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None,
-    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-    powers: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of a pre or a collapse; no tracer knows the kernel for many tokens."""
-    given: Any = X, W, scale, base, mixes, sqrsum, added, dU, dpost, dcomb
-    options = iters, rms_eps, pre_eps, sinkhorn_eps, post_mult, powers
-    copied = boundary.pays(X) and boundary.aligned(X, W, added, dU)
-    by: Any = pre_kernels.copied if copied else pre_kernels.backward
-    return by(*given, *options)
-
-
-@_pre_of_any_size.register_fake
-def _(
-    X: Tensor, W: Tensor, scale: Tensor, base: Tensor, mixes: Tensor, sqrsum: Tensor,
-    added: Tensor | None, dU: Tensor | None, dpost: Tensor | None, dcomb: Tensor | None,
-    iters: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-    powers: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(torch.empty_like(t) for t in (X, W, scale, base))
-
-
 @traced_op("inductor_ext::mhc_post_pre_backward")
 def _post_pre(
     X: Tensor, Y: Tensor, post: Tensor, comb: Tensor, X1: Tensor, W: Tensor, scale: Tensor,
@@ -106,7 +71,7 @@ def _post_pre(
     dpost1: Tensor | None, dcomb1: Tensor | None, iters: int, rms_eps: float, pre_eps: float,
     sinkhorn_eps: float, post_mult: float, powers: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    total, *rest = _by_pre(
+    total, *rest = pre_kernels.backward(
         X1, W, scale, base, mixes1, sqrsum1, dX1, dU, dpost1, dcomb1, iters, rms_eps, pre_eps,
         sinkhorn_eps, post_mult, powers,
     )  # fmt: skip
@@ -119,7 +84,7 @@ def _collapse(
     dU: Tensor | None, dmixes: Tensor | None, dsqrsum: Tensor | None, rms_eps: float,
     pre_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _by_pre(
+    return pre_kernels.backward(
         X, W, scale, base, mixes, sqrsum, None, dU, dmixes, dsqrsum, 1, rms_eps, pre_eps, 0.0, 1.0
     )
 

@@ -1,4 +1,4 @@
-"""mHC's kernels for Hopper: emulated on the CPU, their machine code, where they apply."""
+"""mHC's kernel for Hopper: emulated on the CPU, its machine code, where it applies."""
 
 import importlib.util
 import pathlib
@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from inductor_ext.templates import mhc_gluon_launch as launch
-from inductor_ext.templates import mhc_gradient_gluon, mhc_post_gluon, mhc_pre
+from inductor_ext.templates import mhc_post_gluon, mhc_pre
 
 from inductor_ext.testing import launch_binaries
 from inductor_ext.testing.gluon import gluon_binary
@@ -59,42 +59,11 @@ def test_streams_and_sums(T, H, parts, multiprocessors, delay):
     assert (p.double().sum(0) - z).norm() <= 1e-6 * z.norm()
 
 
-def split(x):
-    high = x.to(BF16)
-    return torch.stack([high, (x - high.float()).to(BF16)])
-
-
-@pytest.mark.parametrize(
-    ("T", "columns", "added", "split_w", "multiprocessors", "longest"),
-    [(200, 24, True, True, 1, 128), (321, 12, False, False, 2, 4096)],
-)  # fmt: skip
-def test_gradients(T, columns, added, split_w, multiprocessors, longest, monkeypatch):
-    """Parts of one tile and of many, of which a consumer has several or one; slow copies."""
-    monkeypatch.setattr(launch, "LONGEST", longest)
-    H = 64
-    x, du = torch.randn(T, 4, H).to(BF16), torch.randn(T, H).to(BF16)
-    w, draw, known = torch.randn(columns, 4 * H) / 8, torch.randn(T, columns), torch.randn(5, T)
-    more = torch.randn(T, 4, H).to(BF16) if added else None
-    w = split(w) if split_w else w.to(BF16)[None]
-    parts = split(draw).transpose(0, 1).contiguous()
-    dx = torch.full_like(x, torch.nan)
-    given = x, du, w, parts, known, more, dx, multiprocessors
-    grid, arguments = launch.gradient_launch(*given)
-    arguments["PARTS"].fill_(torch.nan)
-    emulated(mhc_gradient_gluon, "gradient_kernel", grid, arguments, 0.001)
-    wide = known.double()[..., None]
-    right = (draw.double() @ w.double().sum(0)).view(T, 4, H) - wide[4, :, None] * x.double()
-    right += wide[:4].transpose(0, 1) * du.double()[:, None] + (more.double() if added else 0)
-    torch.testing.assert_close(dx.double(), right, rtol=2**-8, atol=1e-4)
-    dw = draw.double().T @ x.double().flatten(1)
-    assert (arguments["PARTS"].double().sum(0) - dw).norm() <= 1e-5 * dw.norm()
-
-
 def meta(*size, dtype=FP32):
     return torch.empty(*size, dtype=dtype, device="meta")
 
 
-def test_where_they_apply():
+def test_where_it_applies():
     def given(T=2048, n=4, H=4096, dtype=BF16, columns=24):
         return meta(T, n, H, dtype=dtype), meta(T, H, dtype=dtype), meta(columns, n * H)
 
@@ -104,20 +73,18 @@ def test_where_they_apply():
     assert not launch.shapes_apply(*given(H=4096 + 64))
     assert not launch.shapes_apply(*given(H=1024))
     x, y, w = given()
-    assert not launch.shapes_apply(x, None, w)
     assert not launch.shapes_apply(x, y, w.new_empty(33, w.shape[1]))
     assert not launch.shapes_apply(x[:, :1].expand_as(x), y, w)
     assert not launch.shapes_apply(x, y[:, :1].expand_as(y), w)
-    assert not launch.shapes_apply(x, y, w, x[:, :1].expand_as(x))
     assert not launch.shapes_apply(x, y, meta(24 * w.shape[1] + 1, dtype=BF16)[1:].view(w.shape))
-    assert not launch.applies(x, y, w, launch.WIDTH)  # no card
+    assert not launch.applies(x, y, w)  # no card
     assert launch.pays(x[:1].expand(4096, -1, -1)) and not launch.pays(x)
     assert not launch.aligned(x, torch.empty(9, dtype=BF16)[1:])
     assert launch.busy(112, 132) and launch.busy(40, 132) and not launch.busy(144, 132)
 
 
 @pytest.mark.codegen
-@pytest.mark.skipif(not launch.available(), reason="a Triton the kernels were not checked with")
+@pytest.mark.skipif(not launch.available(), reason="a Triton the kernel was not checked with")
 def test_machine_code():
     T, H = 4096, 7168
     x, y, w = meta(T, 4, H, dtype=BF16), meta(T, H, dtype=BF16), meta(72, 4 * H, dtype=BF16)
@@ -131,17 +98,6 @@ def test_machine_code():
     run = lambda: mhc_pre.fuse(x, p, meta(3), meta(24), *V4)  # noqa: E731
     fuse = next(b for b in launch_binaries(run, mhc_pre) if b.name == "fuse_kernel")
     assert fuse.spills == 0 and fuse.registers <= 80
-
-
-@pytest.mark.codegen
-@pytest.mark.skipif(not launch.available(), reason="a Triton the kernels were not checked with")
-def test_machine_code_of_the_gradient():
-    T, H = 4096, 7168
-    x, du, w = meta(T, 4, H, dtype=BF16), meta(T, H, dtype=BF16), meta(2, 24, 4 * H, dtype=BF16)
-    given = x, du, w, meta(T, 2, 24, dtype=BF16), meta(5, T), x, x, 132
-    grid, arguments = launch.gradient_launch(*given)
-    assert grid == (112,)
-    runs_free(*gluon_binary(mhc_gradient_gluon.gradient_kernel, arguments))
 
 
 def runs_free(binary, sass):
