@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_ext.compat import under_functorch
+from inductor_ext.compat_runtime import under_functorch
 from inductor_ext.ops import _attention as operation
 from inductor_ext.ops import _attention_composed as composed
 from inductor_ext.ops import _attention_options as options_of
