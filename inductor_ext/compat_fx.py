@@ -136,6 +136,13 @@ class Snapshot:
             graph.owning_module.recompile()
 
 
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one fake mode share memory, as AOTAutograd compares values."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return bool(StorageWeakRef(one.untyped_storage()) == StorageWeakRef(other.untyped_storage()))
+
+
 def tensor_meta(tensor: torch.Tensor) -> Any:
     """What passes read of a node's value besides the value."""
     from torch.fx.passes.shape_prop import _extract_tensor_metadata

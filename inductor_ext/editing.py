@@ -27,6 +27,37 @@ def all_or_nothing(graph: Any) -> Iterator[None]:
         raise
 
 
+def follow_views(graph: Any) -> None:
+    """Give views the memory of what they are views of now.
+
+    AOTAutograd compares the memory of values to see which saved tensors the backward may overwrite,
+    so a view of a result that was put in for another must not be seen on the other's memory.
+    """
+    for node in graph.nodes:
+        source = node.args[0] if node.op == "call_function" and node.args else None
+        of = value(source) if isinstance(source, torch.fx.Node) else None
+        if node.target is operator.getitem and isinstance(of, (list, tuple)):
+            if _moved(value(node), of[node.args[1]]):
+                node.meta["val"] = of[node.args[1]]
+        elif _is_view(node.target):
+            found = value(node)
+            first = found[0] if isinstance(found, (list, tuple)) and found else found
+            if _moved(first, of):
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+                with torch.no_grad():
+                    node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _is_view(target: Any) -> bool:
+    also = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+    return isinstance(target, torch._ops.OpOverload) and (target.is_view or target in also)
+
+
+def _moved(view: Any, of: Any) -> bool:
+    both = isinstance(view, torch.Tensor) and isinstance(of, torch.Tensor)
+    return both and not compat_fx.same_memory(view, of)
+
+
 def value(node: Any) -> Any:
     """The fake tensor (or symbolic number) that a node computes; None where it is unknown."""
     return node.meta.get("val")

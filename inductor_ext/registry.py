@@ -135,6 +135,8 @@ class _GuardedPass:
             try:
                 with editing.all_or_nothing(graph), report.held() as decisions:
                     self.edit(graph)
+                    if any(d.fired for d in decisions):
+                        editing.follow_views(graph)
             except Exception as error:
                 undone = f"undone: the lowering failed later in this graph: {_cause(error)}"
                 for d in decisions:

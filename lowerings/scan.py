@@ -212,13 +212,23 @@ class _Emitter:
         return node
 
 
+def _is_result(node: Any) -> bool:
+    """Whether a graph gives a node's value, or a view of it."""
+    return any(
+        user.op == "output"
+        or ((matching.is_view(user) or user.target is operator.getitem) and _is_result(user))
+        for user in node.users
+    )
+
+
 def rewrite(graph: Any) -> None:
     """The pass over a graph behind autograd."""
     scans = [n for n in graph.nodes if scan_sites.is_scan(n)]
     numbers = Numbers(graph) if len(scans) > 1 else None
     for node in scans:
         same = node if numbers is None else numbers.of(node)
-        if same is not node:  # stock computes what is equal once, behind this
+        # What is equal is computed once, but two results of a graph are two tensors.
+        if same is not node and not (_is_result(node) and _is_result(same)):
             node.replace_all_uses_with(same)
             editing.erase_unused(graph, [node])
     # Recurrences come before the scans that they are made of.

@@ -211,6 +211,8 @@ def _stripes(program: Program, held: int, lanes: int, length: int) -> Tiling | N
         return None
     single = held == 2 and scan_text.words_of(program) == 1
     if single and sizes == {2}:
+        if len({made.dtype.itemsize for made in program.outputs}) > 1:  # two scans, which spill
+            return None
         return Tiling(1, 8192, 4, stripes=2, early=2, fetch=3)
     if sizes != {4}:
         return None

@@ -224,7 +224,7 @@ def check_lengths(lengths: Tensor, q: Tensor) -> None:
 
 
 def check_score_inputs(score_mod: Any, inputs: Any, q: Tensor, columns: Any) -> None:
-    if not isinstance(inputs, (tuple, list)):
+    if not isinstance(inputs, (tuple, list, torch.nn.ParameterList)):
         raise TypeError(
             f"score_inputs are expected as a tuple or list of tensors, got {type(inputs).__name__}"
         )

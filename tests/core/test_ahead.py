@@ -1,6 +1,8 @@
 """Kernels are compiled before their launches, from fake tensors."""
 
 import functools
+import sys
+import threading
 import types
 
 import pytest
@@ -70,3 +72,30 @@ def test_a_workspace_of_fake_tensors_is_not_kept(monkeypatch):
     with FakeTensorMode():
         words, call = scan_launch.workspace(torch.device("cuda"), 8)
     assert isinstance(words, FakeTensor) and call == 1 and not scan_launch._kept
+
+
+def test_two_at_a_time_leave_nothing_behind(compiles):
+    """What is patched meanwhile is the process's."""
+    before, over = JITFunction.run, threading.Event()
+
+    def other():
+        compat_ahead.compile_ahead([lambda: over.wait(5)])
+
+    thread = threading.Thread(target=other)
+    compat_ahead.compile_ahead([thread.start])
+    over.set()
+    thread.join()
+    assert JITFunction.run is before
+
+
+def test_an_interrupt_leaves_kernels_that_compile(compiles):
+    x = torch.randn(64)
+
+    def interrupted(future):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        waits = sys.modules[triton.AsyncCompileMode.__module__]
+        patch.setattr(waits, "as_completed", interrupted)
+        compat_ahead.compile_ahead([functools.partial(doubled, x, block=64)])
+    doubled_kernel.run(x, torch.empty_like(x), 59, BLOCK=128, grid=(1,), warmup=True)

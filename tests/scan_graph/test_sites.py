@@ -204,3 +204,15 @@ def test_a_package_holds_the_kernel():
 
     package = package_for("h200", Model(), torch.randn(64, 10_000))
     assert any(d.lowering == "scan" and d.fired for d in package.decisions)
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_equal_scans_of_two_results_are_two_tensors(viewed, run):
+    def twice(x):
+        return x.cumsum(-1).flatten() if viewed else x.cumsum(-1), x.cumsum(-1)
+
+    x = torch.randn(4, 4096)
+    one, other = run(compile_for("h200", twice, x), x)
+    before = other.clone()
+    one.add_(100)
+    assert torch.equal(other, before)

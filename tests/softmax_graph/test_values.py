@@ -134,3 +134,17 @@ def test_infinities_are_as_in_eager(generated):
     code, got, _ = generated(softmax, [x])
     assert chosen(code) == ["softmax_forward"]
     torch.testing.assert_close(got, F.softmax(x, -1), equal_nan=True)
+
+
+def test_a_viewed_result_is_not_overwritten_by_the_backward():
+    """AOTAutograd lets the backward reuse what nobody else has, and looks at memory for that."""
+    x, want = torch.randn(2, N, V).requires_grad_(), torch.randn(2 * N, V)
+
+    def flat(x):
+        return log_softmax(x).flatten(0, 1)
+
+    code = compile_for("h200", flat, x, grad=True)
+    assert chosen(code) == ["softmax_forward"]
+    made, gradients = run_interpreted(code, x, grad_outputs=[want])
+    torch.testing.assert_close(made, flat(x))
+    torch.testing.assert_close(gradients["args[0]"], torch.autograd.grad(flat(x), x, want)[0])
