@@ -44,7 +44,7 @@ from .attention_gluon_parts import (
     staged_buffers,
     staged_values,
     store,
-    tell,
+    tell_following,
     tile_of,
     told,
     unpacked,
@@ -80,13 +80,9 @@ def produce(sources, shared, DYNAMIC: gl.constexpr, STAGED_BYTES: gl.constexpr):
     turn = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        if DYNAMIC:
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
-            mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-            tell(tile_buffers.index(turn & 1), following)
-            mbarrier.arrive(tile_ready.index(turn & 1), count=1)
-        else:
-            following = tile + gl.num_programs(0)
+        following = tell_following(
+            tile, turn, counter, tile_buffers, tile_ready, tile_empty, DYNAMIC
+        )
         row_tile, head = tile_of(tile, heads, sections, row_tiles)
         b, h = batch_and_head(head, batches, query_heads)
         kv = h // group

@@ -324,6 +324,13 @@ def test_more_than_31_bits():
     assert (out.double() - right).norm() <= 6e-3 * right.norm()
 
 
+def with_gradients(fn, tensors, seed):
+    """What fn gives, and the gradients of its inputs."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out = fn(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_least_numbers_beside_a_bias(lost, poison):
     """A causal mask of the dtype's least number, added as models add it, is skipped; rows whose
@@ -349,16 +356,11 @@ def test_least_numbers_beside_a_bias(lost, poison):
 
     tensors, seed = (q, k, v, bias), torch.randn_like(q)
 
-    def results(fn, tensors):
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        out = fn(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
-
     poison()
-    mine, again = results(ours, tensors), results(ours, tensors)
+    mine, again = (with_gradients(ours, tensors, seed) for _ in range(2))
     assert all(map(torch.equal, mine, again))
-    right = results(formula, [t.double() for t in tensors])
-    judge(mine, right, results(formula, tensors), BF16)
+    right = with_gradients(formula, [t.double() for t in tensors], seed)
+    judge(mine, right, with_gradients(formula, tensors, seed), BF16)
 
 
 @pytest.mark.parametrize("form", ["added", "filled", "two ways"])
@@ -392,15 +394,11 @@ def test_rows_masked_throughout_by_a_number(form, poison):
 
     seed = torch.randn_like(tensors[0])
 
-    def results(fn, tensors):
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        out = fn(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
-
     poison()
-    mine, again = results(ours, tensors), results(ours, tensors)
+    mine, again = (with_gradients(ours, tensors, seed) for _ in range(2))
     assert all(map(torch.equal, mine, again))
-    right, eager = results(formula, [t.double() for t in tensors]), results(formula, tensors)
+    right = with_gradients(formula, [t.double() for t in tensors], seed)
+    eager = with_gradients(formula, tensors, seed)
     judge(mine, right, eager, BF16)
     rows = slice(500, 504)  # of small gradients: judged by themselves
     judge(*([t[:, :, rows] for t in found[:2]] for found in (mine, right, eager)), BF16)
